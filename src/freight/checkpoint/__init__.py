@@ -1,0 +1,1 @@
+"""Saved state, and weights of other programs."""

@@ -1,0 +1,1 @@
+"""Frozen configuration: what a user may write, checked before anything runs."""

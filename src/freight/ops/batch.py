@@ -1,0 +1,205 @@
+"""The microbatch: a flat stream of tokens that holds whole documents.
+
+There is no batch dim. `cu_seqlens` says where each segment of the stream begins, `lengths` how many of its tokens are
+real; what is left over is padding, which belongs to no document. All bookkeeping is Python integers made once by the
+data layer, so nothing downstream ever reads a tensor back to decide what to do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.errors import LayoutError
+
+IGNORE_INDEX = -100
+CACHE_ENTRIES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """One microbatch.
+
+    Args:
+        input_ids: int64 `[tokens]`.
+        labels: int64 `[tokens]`, already shifted per document; `IGNORE_INDEX` where nothing is to be predicted.
+        position_ids: int64 `[tokens]`, restarting at 0 in every document; 0 at padding.
+        cu_seqlens: Start of each segment, then the number of tokens; strictly increasing from 0.
+        lengths: Real tokens of each segment; the rest of a segment is padding, a segment of padding has 0.
+        documents: Index of each segment's document in its source, -1 for padding; empty if unknown.
+        seed: Seed of everything random inside the model.
+        step: Optimizer step the batch belongs to.
+        microbatch: Number of the microbatch within the global batch.
+
+    Raises:
+        LayoutError: The integers contradict each other.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    cu_seqlens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    documents: tuple[int, ...] = ()
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+    _cache: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, repr=False)
+
+    def __post_init__(self) -> None:
+        starts = self.cu_seqlens
+        tokens = self.input_ids.shape[0]
+        if len(starts) < 2 or starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in zip(starts, starts[1:])):
+            raise LayoutError(
+                f"`cu_seqlens` must start at 0, increase strictly and end at the row's {tokens} tokens; "
+                f"got {list(starts)}."
+            )
+        spans = [b - a for a, b in zip(starts, starts[1:])]
+        if len(self.lengths) != len(spans) or any(not 0 <= n <= s for n, s in zip(self.lengths, spans)):
+            raise LayoutError(f"`lengths` must lie between 0 and the segments' {spans}; got {list(self.lengths)}.")
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Sequence[Sequence[int]],
+        labels: Sequence[Sequence[int]] | None = None,
+        *,
+        pad_to: int | None = None,
+        pad_id: int = 0,
+        **fields: Any,
+    ) -> TokenBatch:
+        """Put documents one after another, padding last.
+
+        Args:
+            documents: Token ids of each document.
+            labels: Shifted labels of each; by default every next token of the same document is predicted.
+            pad_to: Tokens of the stream; by default the documents' own.
+        """
+        if labels is None:
+            labels = [[*document[1:], IGNORE_INDEX] for document in documents]
+        total = sum(len(document) for document in documents)
+        padding = (pad_to or total) - total
+        starts = [0]
+        for document in documents:
+            starts.append(starts[-1] + len(document))
+        lengths = [len(document) for document in documents]
+        if padding > 0:
+            starts.append(total + padding)
+            lengths.append(0)
+        return cls(
+            input_ids=torch.tensor([i for d in documents for i in d] + [pad_id] * padding),
+            labels=torch.tensor([i for d in labels for i in d] + [IGNORE_INDEX] * padding),
+            position_ids=torch.tensor([i for d in documents for i in range(len(d))] + [0] * padding),
+            cu_seqlens=tuple(starts),
+            lengths=tuple(lengths),
+            **fields,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the stream, padding included."""
+        return self.cu_seqlens[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.input_ids.device
+
+    @cached_property
+    def real_tokens(self) -> int:
+        """Tokens that belong to a document."""
+        return sum(self.lengths)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """`(start, length)` of every segment with real tokens."""
+        return tuple((start, length) for start, length in zip(self.cu_seqlens, self.lengths) if length)
+
+    @cached_property
+    def max_seqlen(self) -> int:
+        """Real tokens of the longest document."""
+        return max(self.lengths)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """bool `[tokens]`: the token belongs to a document."""
+        mask = torch.zeros(self.tokens, dtype=torch.bool)
+        for start, length in self.spans:
+            mask[start : start + length] = True
+        return mask.to(self.device)
+
+    @cached_property
+    def document_lengths(self) -> Tensor:
+        """int64 `[tokens]`: length of the document each token belongs to, 0 at padding."""
+        out = torch.zeros(self.tokens, dtype=torch.int64)
+        for start, length in self.spans:
+            out[start : start + length] = length
+        return out.to(self.device)
+
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What all layers of the microbatch share (plans, rotations), made once; the oldest of a few is dropped."""
+        if key not in self._cache:
+            self._cache[key] = make()
+            if len(self._cache) > CACHE_ENTRIES:
+                self._cache.popitem(last=False)
+        return self._cache[key]
+
+    def range(self, start: int = 0, stop: int | None = None, record: BlockRecord | None = None) -> TokenRange:
+        """View of the tokens `[start, stop)`; all of them by default."""
+        return TokenRange(self, start, self.tokens if stop is None else stop, record)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TokenBatch:
+        """The same batch on another device, with an empty cache."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            position_ids=self.position_ids.to(device, non_blocking=non_blocking),
+            _cache=OrderedDict(),
+        )
+
+
+@dataclass
+class BlockRecord:
+    """What a runner keeps of one (layer, microbatch) between a first run of a block's parts and their replay."""
+
+    replay: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRange:
+    """The tokens `[start, stop)` of a batch, as token-wise code sees them.
+
+    `pre` and `post` of a block work on any range alone, which is what lets a runner stream a block chunk by chunk.
+    """
+
+    batch: TokenBatch
+    start: int
+    stop: int
+    record: BlockRecord | None = None
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 `[stop - start]`, restarting in every document."""
+        return self.batch.position_ids[self.start : self.stop]
+
+    @property
+    def valid(self) -> Tensor:
+        """bool `[stop - start]`."""
+        return self.batch.valid[self.start : self.stop]
+
+    @property
+    def document_lengths(self) -> Tensor:
+        """int64 `[stop - start]`, length of each token's document."""
+        return self.batch.document_lengths[self.start : self.stop]
+
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """As `TokenBatch.cached`, for this range."""
+        return self.batch.cached((key, self.start, self.stop), make)

@@ -1,0 +1,129 @@
+"""Where parallelism and memory schedules plug into the model.
+
+`nn` calls these with a local default; `assemble` installs another implementation. Rooms on one floor meet here and
+never import each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from freight.ops.batch import TokenBatch, TokenRange
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer asks of attention, beyond q, k, v and the batch.
+
+    Args:
+        scale: Factor on scores.
+        window: Keys a token sees, itself included; None = all.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        dropout: Share of probabilities dropped; 0 outside training.
+        causal: False lets every token of a document see all of it.
+        layer: Global index of the layer, part of the dropout counter.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    causal: bool = True
+    layer: int = 0
+
+
+class AttentionCore(Protocol):
+    """The only place where tokens meet."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Tensor:
+        """`q [tokens, heads, head_dim]`, `k, v [tokens, groups, head_dim]` -> context `[tokens, heads, head_dim]`."""
+        ...
+
+
+class RunnableBlock(Protocol):
+    """What a runner may call of a block; it knows nothing else about the inside."""
+
+    def pre(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
+        """`[tokens, hidden]` -> q, k, v; token-wise."""
+        ...
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:
+        """Attention."""
+        ...
+
+    def post(self, hidden: Tensor, context: Tensor, tokens: TokenRange) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, heads, head_dim]` -> `[tokens, hidden]`; token-wise."""
+        ...
+
+
+class BlockRunner(Protocol):
+    """How a block is executed: plainly, recomputed, or streamed chunk by chunk."""
+
+    def run(self, block: RunnableBlock, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """`[tokens, hidden]` -> `[tokens, hidden]`."""
+        ...
+
+    def run_part(self, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
+        """A named part of a block (`norm`, `activation`, `mlp`, ...); by default just the call."""
+        ...
+
+
+class LossSums(NamedTuple):
+    """Sums over the label tokens of a microbatch; the caller divides once by the global count.
+
+    Args:
+        objective: Scalar with a graph: what is minimised (label smoothing and z-loss included).
+        nll: Scalar without a graph: plain negative log-likelihood.
+    """
+
+    objective: Tensor
+    nll: Tensor
+
+
+class LossHead(Protocol):
+    """From the last hidden states to whatever the caller wants of the logits."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Any:
+        """`hidden [tokens, hidden]` (after the final norm), `weight [vocab, hidden]`."""
+        ...
+
+
+class TokenDispatcher(Protocol):
+    """Moves tokens to their experts and back."""
+
+    def dispatch(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Any:
+        """`tokens [tokens, hidden]`, `experts [tokens, top_k]` -> rows grouped by expert."""
+        ...
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Expert outputs -> `[tokens, hidden]` in the original order."""
+        ...
+
+
+class HeadTransport(Protocol):
+    """Exchanges a token shard of all heads for all tokens of a head shard."""
+
+    def scatter_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`[tokens/cp, heads, d]` -> `[tokens, heads/cp, d]`."""
+        ...
+
+    def gather_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`[tokens, heads/cp, d]` -> `[tokens/cp, heads, d]`."""
+        ...
+
+
+class TensorStore(Protocol):
+    """Keeps tensors on a tier (device, host, disk) between forward and backward."""
+
+    def put(self, index: int, *tensors: Tensor) -> None:
+        """Take the tensors of one chunk."""
+        ...
+
+    def get(self, index: int) -> tuple[Tensor, ...]:
+        """Give them back, on the device."""
+        ...
+

@@ -1,0 +1,1 @@
+"""Meshes and the parallel twins of local parts."""
