@@ -1,0 +1,31 @@
+"""What every test shares: one thread, no network, no GPU where there is none."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Examples must not fail for being slow on a busy machine; what a test may take is bounded by its timeout.
+settings.register_profile("freight", deadline=None, derandomize=True)
+settings.load_profile("freight")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    not_asked = pytest.mark.skip(reason="slow: ask with -m slow")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "slow" in item.keywords and "slow" not in config.getoption("-m"):
+            item.add_marker(not_asked)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
