@@ -1,0 +1,198 @@
+"""Model FLOPs of a step, and the peak they are divided by.
+
+    model FLOPs = tokens * 6 N  +  pairs * 12 * heads * head_dim  (summed over layers)
+
+N counts every weight but the embedding tables, whose lookup multiplies nothing; the head counts, also when it shares
+the embedding's weight. A pair is a (query, key) of one document that attention may look at: causal, inside the window.
+Forward is a third of both terms, backward two thirds.
+
+`perf/mfu` divides model FLOPs by the peak. `perf/hfu` divides what was executed: the head only for tokens that have a
+label, since the loss computes no other row, plus what recompute repeats.
+
+The peak of a CUDA device is its table value. A CPU has none worth quoting (clock, cores and instruction sets vary), so
+the rate of one large GEMM is measured at start, through the very `linear` that the model uses: 0.3 seconds.
+Source: Chowdhery et al. 2022 (PaLM), appendix B.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from freight.config.architecture import Architecture
+from freight.ops.linear import linear
+
+FORMULA = (
+    "model FLOPs = 6 N per token (every weight but the embedding tables, head included) "
+    "+ 12 x heads x head_dim per layer and causal pair of a document; "
+    "peak = the device's table value, or on CPU the GEMM rate measured at start"
+)
+
+# Dense bf16 peaks in FLOP/s, without sparsity. Source: NVIDIA data sheets of each device.
+BF16_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+}
+
+GEMM_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of forward and backward over some tokens.
+
+    Args:
+        model: What the formula counts; the numerator of MFU.
+        executed: What the hardware did; the numerator of HFU.
+    """
+
+    model: float
+    executed: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The rate that utilisation is measured against.
+
+    Args:
+        flops_per_second: Of one device.
+        source: Where the number comes from, in words.
+    """
+
+    flops_per_second: float
+    source: str
+
+
+def body_parameters(arch: Architecture) -> int:
+    """Weights of all blocks and the final norm: everything but embeddings and head."""
+    hidden, heads, groups, dim = arch.hidden_size, arch.num_attention_heads, arch.groups, arch.dims_per_head
+    attention = hidden * dim * (2 * heads + 2 * groups)
+    if arch.attention_bias:
+        attention += dim * (heads + 2 * groups)
+    if arch.attention_bias is True:
+        attention += hidden
+    if arch.qk_norm == "head":
+        attention += 2 * dim
+    elif arch.qk_norm == "projection":
+        attention += dim * (heads + groups)
+    projections_up = 2 if arch.gated else 1
+    mlp = (projections_up + 1) * hidden * arch.ffn_hidden_size
+    if arch.mlp_bias:
+        mlp += projections_up * arch.ffn_hidden_size + hidden
+    norm = hidden * (2 if arch.norm == "layernorm" else 1)
+    norms_per_block = 4 if arch.norm_placement == "sandwich" else 2
+    return arch.num_layers * (attention + mlp + norms_per_block * norm) + norm
+
+
+def head_parameters(arch: Architecture) -> int:
+    """Weights of the head, its own or the embedding's."""
+    return arch.vocab_size * arch.hidden_size
+
+
+def total_parameters(arch: Architecture) -> int:
+    """Every weight once: blocks, final norm, embeddings, and the head if it has a weight of its own."""
+    tables = arch.vocab_size + (arch.max_position_embeddings if arch.position_embedding == "learned" else 0)
+    return body_parameters(arch) + tables * arch.hidden_size + (0 if arch.tie_embeddings else head_parameters(arch))
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of one document: the sum over queries of min(place, window), places from 1."""
+    if window is None or length <= window:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def step_flops(
+    arch: Architecture, lengths: Iterable[int], *, label_tokens: int | None = None, repeated: float = 0.0
+) -> StepFlops:
+    """FLOPs of forward and backward over documents of these lengths.
+
+    Args:
+        arch: The model.
+        lengths: Real tokens of every document (or piece) of the step; padding costs the formula nothing.
+        label_tokens: Tokens with a label; all of them by default.
+        repeated: FLOPs that recompute adds.
+    """
+    documents = list(lengths)
+    tokens = sum(documents)
+    windows = [arch.window_of(layer) for layer in range(arch.num_layers)]
+    pairs = sum(windows.count(w) * sum(causal_pairs(n, w) for n in documents) for w in set(windows))
+    body = 6.0 * body_parameters(arch) * tokens + 12.0 * arch.num_attention_heads * arch.dims_per_head * pairs
+    head_per_token = 6.0 * head_parameters(arch)
+    return StepFlops(
+        model=body + head_per_token * tokens,
+        executed=body + head_per_token * (tokens if label_tokens is None else label_tokens) + repeated,
+    )
+
+
+def device_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Peak | None:
+    """Peak rate of one device, or None for a CUDA device that the table does not know.
+
+    Args:
+        device: Where the model computes.
+        dtype: What its GEMMs compute in.
+        seconds: Time spent measuring, on CPU.
+    """
+    if device.type == "cpu":
+        rate = measured_gemm_rate(dtype, seconds=seconds)
+        return Peak(rate, f"{str(dtype).removeprefix('torch.')} GEMM rate measured at start")
+    name = torch.cuda.get_device_name(device)
+    known = next((peak for key, peak in BF16_PEAKS.items() if key in name), None)
+    if known is None or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return Peak(known, f"table value of {name}")
+
+
+def measured_gemm_rate(dtype: torch.dtype, *, seconds: float = 0.3, size: int = GEMM_SIZE) -> float:
+    """FLOP/s of the fastest `[size, size] x [size, size]` product seen within some seconds, on CPU.
+
+    The fastest, because whatever slows a single call down is not the machine's peak.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(size, size, generator=generator).to(dtype)
+    weight = torch.randn(size, size, generator=generator).to(dtype)
+    best = float("inf")
+    with torch.no_grad():
+        stop = time.perf_counter() + seconds
+        while True:
+            start = time.perf_counter()
+            linear(inputs, weight, None)
+            end = time.perf_counter()
+            best = min(best, end - start)
+            if end > stop:
+                return 2.0 * size**3 / best
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory so far: allocated on a CUDA device, resident in this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far.
+
+    Linux tells it per process image in /proc; `getrusage` elsewhere, whose unit is bytes on macOS.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # noqa: PLC0415 - not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
