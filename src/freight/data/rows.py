@@ -1,0 +1,220 @@
+"""Rows in the order of training: packed in memory anew each epoch, or read from a packed file.
+
+A row is named by (epoch, window, number). A window is a group of documents packed together; its rows follow from
+integers alone, so any rank, worker or restarted run finds the same row under the same name, and no buffer of left-over
+documents exists that would have to be saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from freight.data.documents import Documents
+from freight.data.order import Permutation
+from freight.data.packing import PackedRows, check_pack_size, pack
+from freight.errors import DataError
+
+WINDOWS_KEPT = 2  # the loader works ahead: the end of one window and the start of the next are read together
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The documents of one row, without any padding.
+
+    Args:
+        ids: int32 `[tokens]`, spans one after another.
+        loss_mask: bool `[tokens]`; entry i says token i is a target, False at the first token of a span.
+        lengths: int `[spans]`, tokens of each.
+        tail_labels: int `[spans]`, what the last token of the span predicts, -1 if nothing.
+        documents: int `[spans]`, index of the document in its source.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    tail_labels: np.ndarray
+    documents: np.ndarray
+
+    @property
+    def num_targets(self) -> int:
+        """Labels of the row."""
+        return int(np.count_nonzero(self.loss_mask)) + int(np.count_nonzero(self.tail_labels >= 0))
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of the row."""
+        return len(self.ids)
+
+
+class RowSource(Protocol):
+    """Where the loader gets its rows."""
+
+    pack_size: int
+    document_multiple: int
+    pad_id: int
+    seed: int
+    fingerprint: str
+    num_windows: int
+    num_documents: int
+    num_tokens: int
+    max_length: int
+    metadata: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the first epoch."""
+        ...
+
+    @property
+    def packing_factor(self) -> float:
+        """Documents per row."""
+        ...
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What decides the rows beside the documents; a resumed run must have the same."""
+        ...
+
+    def rows_in(self, epoch: int, window: int) -> int:
+        """Rows of one window of one epoch."""
+        ...
+
+    def row(self, epoch: int, window: int, number: int) -> Row:
+        """One row; may be called from several threads."""
+        ...
+
+    def source_of(self, document: int) -> str:
+        """Name of the source of a document, for losses per source."""
+        ...
+
+
+class DocumentRows:
+    """Rows packed in memory, other rows in every epoch.
+
+    The documents of an epoch stand in the order of a keyed permutation and are packed `window_documents` at a time.
+
+    Args:
+        documents: The documents.
+        algorithm: See `pack`.
+        pack_size: Tokens of a row.
+        seed: Order of the documents in each epoch.
+        packing_seed: Order and ties inside a window; by default `seed`.
+        shuffle: False: every epoch has the documents in their own order, and the same rows.
+        document_multiple: Every span takes the next multiple of it.
+        window_documents: Documents packed together; None = all of them.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        algorithm: str,
+        pack_size: int,
+        seed: int = 0,
+        *,
+        packing_seed: int | None = None,
+        shuffle: bool = True,
+        document_multiple: int = 1,
+        window_documents: int | None = None,
+    ) -> None:
+        if not len(documents):
+            skipped = documents.metadata.get("skipped") or {}
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in skipped.items())
+            raise DataError(f"0 documents to pack{f' (skipped: {reasons})' if reasons else ''}.")
+        check_pack_size(pack_size, document_multiple)
+        self._documents = documents
+        self._algorithm = algorithm
+        self._packing_seed = seed if packing_seed is None else packing_seed
+        self._shuffle = shuffle
+        self._window_documents = min(window_documents or len(documents), len(documents))
+        self._plans: OrderedDict[tuple[int, int], tuple[np.ndarray, PackedRows]] = OrderedDict()
+        self._counts: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+        self.pack_size = pack_size
+        self.document_multiple = document_multiple
+        self.seed = seed
+        self.pad_id: int = documents.metadata["pad_id"]
+        self.fingerprint = documents.fingerprint
+        self.num_windows = -(-len(documents) // self._window_documents)
+        self.num_documents = len(documents)
+        self.num_tokens = int(documents.lengths.sum(dtype=np.int64))
+        self.max_length = min(int(documents.lengths.max()), pack_size)
+        self.metadata = documents.metadata
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the first epoch."""
+        return sum(self.rows_in(0, window) for window in range(self.num_windows))
+
+    @property
+    def packing_factor(self) -> float:
+        """Documents per row, in the first epoch."""
+        return self.num_documents / self.num_rows
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """See `RowSource.packing`."""
+        return {
+            "algorithm": self._algorithm,
+            "pack_size": self.pack_size,
+            "seed": self._packing_seed,
+            "document_multiple": self.document_multiple,
+            "window_documents": self._window_documents,
+            "shuffle": self._shuffle,
+        }
+
+    def rows_in(self, epoch: int, window: int) -> int:
+        """Rows of one window; packs it if it has not been packed yet."""
+        if (epoch, window) not in self._counts:
+            self._counts[epoch, window] = len(self._plan(epoch, window)[1])
+        return self._counts[epoch, window]
+
+    def row(self, epoch: int, window: int, number: int) -> Row:
+        """One row, its documents read now."""
+        order, rows = self._plan(epoch, window)
+        spans = rows.row(number)
+        indices = [int(order[document]) for document, _, _ in spans]
+        pieces = [
+            self._documents[index].piece(start, start + length)
+            for index, (_, start, length) in zip(indices, spans, strict=True)
+        ]
+        return Row(
+            ids=np.concatenate([piece.ids for piece in pieces]),
+            loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
+            lengths=np.array([length for _, _, length in spans]),
+            tail_labels=np.array([piece.tail_label for piece in pieces]),
+            documents=np.array(indices),
+        )
+
+    def source_of(self, document: int) -> str:
+        """Name of the source of a document."""
+        return self._documents.source_of(document)
+
+    def _plan(self, epoch: int, window: int) -> tuple[np.ndarray, PackedRows]:
+        """The documents of a window, and how they share rows."""
+        with self._lock:
+            if (epoch, window) not in self._plans:
+                start = window * self._window_documents
+                order = np.arange(start, min(start + self._window_documents, self.num_documents))
+                if self._shuffle:
+                    order = Permutation(self.num_documents, (self.seed, epoch, self.fingerprint)).at(order)
+                self._plans[epoch, window] = (
+                    order,
+                    pack(
+                        self._documents.lengths[order],
+                        self._algorithm,
+                        self.pack_size,
+                        self._packing_seed,
+                        epoch=epoch,
+                        window=window,
+                        document_multiple=self.document_multiple,
+                        shuffle=self._shuffle,
+                    ),
+                )
+                if len(self._plans) > WINDOWS_KEPT:
+                    self._plans.popitem(last=False)
+            return self._plans[epoch, window]
