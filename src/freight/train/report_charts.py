@@ -1,0 +1,358 @@
+"""Charts as inline SVG, drawn from lists of numbers.
+
+A chart is as wide as its place: positions along x are percentages, text and dots keep their size at any width, and only
+the curves live in a stretched inner picture whose strokes do not scale. Colours are CSS classes (`tone-1`, ...), so one
+picture serves light, dark and paper. Hover columns carry their numbers as `<title>`; nothing needs a script.
+
+Long runs are drawn from at most 600 columns of two points each, the smallest and the largest value of the column: a
+spike in 10,000 steps is still there, and the picture stays below 40 kB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from markupsafe import Markup
+
+Point = tuple[float, float]
+Format = Callable[[float], str]
+
+CURVE_COLUMNS = 600
+HOVER_COLUMNS = 120
+SMOOTH_FROM = 40
+CURVE_WIDTH = 1000
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one curve.
+
+    Args:
+        label: In the legend and in tooltips.
+        points: `(x, y)` with x growing; a y that is not finite makes a gap.
+        tone: Number of the colour.
+        style: `line`, `area` (a line over a tint), `faint` (pale, for raw values under a smooth line), `dots`.
+        hover: Whether tooltips name its values.
+    """
+
+    label: str
+    points: Sequence[Point]
+    tone: int = 1
+    style: Literal["line", "area", "faint", "dots"] = "line"
+    hover: bool = True
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values to 0..1, linearly or by logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            value = max(value, self.low)
+            return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, count: int) -> list[float]:
+        """Round values inside the range, about `count` of them."""
+        return log_ticks(self.low, self.high, count) if self.log else linear_ticks(self.low, self.high, count)
+
+
+def linear_ticks(low: float, high: float, count: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten in `[low, high]`, about `count` of them."""
+    rough = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, count: int) -> list[float]:
+    """Powers of ten in `[low, high]`, with 2 and 5 between them where there is room."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    stride = max(1, (last - first) // max(count, 1))
+    values = [f * 10.0**e for e in range(first, last + 1, stride) for f in factors]
+    return [v for v in values if low * 0.999 <= v <= high * 1.001]
+
+
+def range_of(values: Sequence[float], *, log: bool = False, zero: bool = False) -> Scale:
+    """A scale with a little air around the finite values; one value gets room on both sides."""
+    finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)] or [1.0]
+    low, high = min(finite), max(finite)
+    if log:
+        return Scale(low / 1.25, high * 1.25, log=True)
+    if zero:
+        return Scale(0.0, high * 1.08 if high > 0 else 1.0)
+    air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return Scale(low - air, high + air)
+
+
+def downsample(points: Sequence[Point], columns: int = CURVE_COLUMNS) -> list[Point]:
+    """At most two points per column, the lowest and the highest, in their order; gaps (nan) are kept."""
+    if len(points) <= 2 * columns:
+        return list(points)
+    kept: list[Point] = []
+    for column in range(columns):
+        part = points[len(points) * column // columns : len(points) * (column + 1) // columns]
+        finite = [p for p in part if math.isfinite(p[1])]
+        if len(finite) < len(part):
+            kept.append(next(p for p in part if not math.isfinite(p[1])))
+        if finite:
+            ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
+            kept.extend(sorted(ends))
+    return sorted(kept)
+
+
+def smooth(points: Sequence[Point], window: int) -> list[Point]:
+    """Centred moving mean over `window` points, narrower towards the ends, gaps left out."""
+    finite = [p for p in points if math.isfinite(p[1])]
+    sums = [0.0]
+    for _, y in finite:
+        sums.append(sums[-1] + y)
+    out: list[Point] = []
+    for i, (x, _) in enumerate(finite):
+        reach = min(window // 2, i, len(finite) - 1 - i)
+        out.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+    return out
+
+
+def with_trend(series: Series) -> list[Series]:
+    """A noisy curve as a pale line and its moving mean; short ones as they are."""
+    if len(series.points) < SMOOTH_FROM:
+        return [series]
+    window = max(5, len(series.points) // 25) | 1
+    return [
+        Series(series.label, series.points, series.tone, "faint"),
+        Series(f"mean of {window} steps", smooth(series.points, window), series.tone, "line", hover=False),
+    ]
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    form: Format,
+    axis_form: Format | None = None,
+    x_name: str = "step",
+    log: bool = False,
+    zero: bool = False,
+    height: int = 200,
+) -> Markup:
+    """Curves over steps.
+
+    Args:
+        series: At least one with a point; drawn in order.
+        label: What the picture shows, for screen readers.
+        form: How a tooltip writes a value.
+        axis_form: How a tick writes a value; by default as a tooltip does.
+        x_name: Name of x in tooltips and under the axis.
+        log: Logarithmic y.
+        zero: y begins at 0.
+        height: Pixels of the plot.
+    """
+    xs = [x for s in series for x, _ in s.points]
+    x_scale = Scale(min(xs), max(xs)) if max(xs) > min(xs) else Scale(xs[0] - 1, xs[0] + 1)
+    y_scale = range_of([y for s in series for _, y in s.points], log=log, zero=zero)
+
+    def y_of(value: float) -> float:
+        return round((1 - y_scale(value)) * height, 2)
+
+    parts = [_grid(y_scale.ticks(4), y_of, axis_form or form)]
+    parts.append(_x_axis([(x_scale(v), f"{v:,.0f}") for v in _whole(x_scale.ticks(6), xs)], height, x_name))
+    for s in series:
+        parts.append(_curve(s, x_scale, y_of, height))
+    parts.append(_hover(series, x_scale, y_of, height, form, x_name))
+    return _svg("".join(parts), height, label)
+
+
+def histogram(
+    edges: Sequence[float],
+    counts: Sequence[int],
+    *,
+    label: str,
+    x_name: str,
+    y_name: str,
+    markers: Sequence[tuple[float, str]] = (),
+    log: bool = False,
+    tone: int = 1,
+    height: int = 200,
+    x_form: Format = "{:,.0f}".format,
+) -> Markup:
+    """Bars over ranges, with marked values.
+
+    Args:
+        edges: `len(counts) + 1` growing values.
+        counts: Of each range.
+        label: What the picture shows, for screen readers.
+        x_name: Under the axis.
+        y_name: What is counted, in tooltips.
+        markers: Values to mark, with a word each.
+        log: Logarithmic y; a count of 1 still shows.
+        tone: Number of the colour.
+        height: Pixels of the plot.
+        x_form: How an edge is written.
+    """
+    top = max([*counts, 1])
+    y_scale = Scale(0.6, top * 1.6, log=True) if log else Scale(0.0, top * 1.1)
+    x_scale = Scale(edges[0], edges[-1])
+
+    def y_of(value: float) -> float:
+        return round((1 - y_scale(value)) * height, 2)
+
+    ticks = [t for t in y_scale.ticks(4) if t == int(t)]
+    parts = [_grid(ticks, y_of, "{:,.0f}".format)]
+    parts.append(_x_axis([(x_scale(v), x_form(v)) for v in x_scale.ticks(6)], height, x_name))
+    total = sum(counts) or 1
+    for low, high, count in zip(edges, edges[1:], counts):
+        left, width = 100 * x_scale(low), 100 * (x_scale(high) - x_scale(low))
+        title = f"{x_form(low)} to {x_form(high)}: {count:,} {y_name} ({count / total:.1%})"
+        y = y_of(count) if count else height
+        parts.append(
+            f'<g class="bar"><rect class="hit" x="{left:.3f}%" width="{width:.3f}%" y="0" height="{height}"/>'
+            f'<rect class="tone-{tone} fill" x="{left + width * 0.06:.3f}%" width="{width * 0.88:.3f}%" y="{y}" '
+            f'height="{round(height - y, 2)}" rx="1.5"/><title>{escape(title)}</title></g>'
+        )
+    parts.extend(_marker(x_scale(value), word, height) for value, word in markers)
+    return _svg("".join(parts), height, label)
+
+
+def share_bar(shares: Sequence[tuple[str, float, int]], *, label: str) -> Markup:
+    """One bar cut into shares `(name, share of 1, tone)`."""
+    parts, left = [], 0.0
+    for name, share, tone in shares:
+        parts.append(
+            f'<rect class="tone-{tone} fill" x="{100 * left:.3f}%" width="{100 * share:.3f}%" y="0" height="18">'
+            f"<title>{escape(name)}: {share:.1%}</title></rect>"
+        )
+        left += share
+    return Markup(
+        f'<svg class="share" role="img" aria-label="{escape(label)}" width="100%" height="18">{"".join(parts)}</svg>'
+    )
+
+
+def _svg(content: str, height: int, label: str) -> Markup:
+    return Markup(f'<svg class="plot" role="img" aria-label="{escape(label)}" height="{height}">{content}</svg>')
+
+
+def _whole(ticks: Sequence[float], xs: Sequence[float]) -> list[float]:
+    """Steps are integers; a lone step is its own tick."""
+    return [t for t in ticks if t == int(t)] if max(xs) > min(xs) else [xs[0]]
+
+
+def _grid(ticks: Sequence[float], y_of: Format | Callable[[float], float], form: Format) -> str:
+    return "".join(
+        f'<line class="grid" x1="0" x2="100%" y1="{y_of(t)}" y2="{y_of(t)}"/>'
+        f'<text class="tick" x="-8" y="{y_of(t)}" dy="0.32em" text-anchor="end">{escape(form(t))}</text>'
+        for t in ticks
+    )
+
+
+def _x_axis(ticks: Sequence[tuple[float, str]], height: int, name: str) -> str:
+    marks = "".join(
+        f'<line class="axis" x1="{100 * x:.3f}%" x2="{100 * x:.3f}%" y1="{height}" y2="{height + 4}"/>'
+        f'<text class="tick" x="{100 * x:.3f}%" y="{height + 17}" text-anchor="middle">{escape(word)}</text>'
+        for x, word in ticks
+    )
+    return (
+        f'<line class="axis" x1="0" x2="100%" y1="{height}" y2="{height}"/>{marks}'
+        f'<text class="name" x="100%" y="{height + 32}" text-anchor="end">{escape(name)}</text>'
+    )
+
+
+def _curve(series: Series, x_scale: Scale, y_of: Callable[[float], float], height: int) -> str:
+    finite = [(x, y) for x, y in series.points if math.isfinite(y)]
+    alone = series.style == "dots" or len(finite) == 1
+    drawn = "" if len(finite) < 2 else _path(series, x_scale, y_of, height)
+    if not alone:
+        return drawn
+    dots = "".join(
+        f'<circle class="tone-{series.tone} dot" cx="{100 * x_scale(x):.3f}%" cy="{y_of(y)}" r="4"/>' for x, y in finite
+    )
+    return drawn + dots
+
+
+def _path(series: Series, x_scale: Scale, y_of: Callable[[float], float], height: int) -> str:
+    commands, runs, pen = [], [], False
+    for x, y in downsample(series.points):
+        if not math.isfinite(y):
+            pen = False
+            continue
+        place = f"{CURVE_WIDTH * x_scale(x):.1f} {y_of(y):.1f}"
+        if not pen:
+            runs.append([])
+        commands.append(f"{'L' if pen else 'M'}{place}")
+        runs[-1].append((place.split()[0], place))
+        pen = True
+    tint = ""
+    if series.style == "area":
+        shapes = "".join(
+            f"M{run[0][0]} {height}L{'L'.join(p for _, p in run)}L{run[-1][0]} {height}Z"
+            for run in runs
+            if len(run) > 1
+        )
+        tint = f'<path class="tone-{series.tone} tint" d="{shapes}"/>'
+    kind = "faint" if series.style == "faint" else "curve"
+    return (
+        f'<svg width="100%" height="{height}" viewBox="0 0 {CURVE_WIDTH} {height}" preserveAspectRatio="none" '
+        f'overflow="visible">{tint}<path class="tone-{series.tone} {kind}" d="{"".join(commands)}"/></svg>'
+    )
+
+
+def _hover(
+    series: Sequence[Series],
+    x_scale: Scale,
+    y_of: Callable[[float], float],
+    height: int,
+    form: Format,
+    x_name: str,
+) -> str:
+    """Invisible columns, each naming the values that fall into it."""
+    places = sorted({x for s in series if s.hover for x, _ in s.points})
+    groups = [
+        places[len(places) * i // HOVER_COLUMNS : len(places) * (i + 1) // HOVER_COLUMNS] for i in range(HOVER_COLUMNS)
+    ]
+    groups = [g for g in groups if g] if len(places) > HOVER_COLUMNS else [[x] for x in places]
+    values = [{x: y for x, y in s.points} if s.hover else {} for s in series]
+    parts = []
+    for i, group in enumerate(groups):
+        left = 0.0 if i == 0 else (x_scale(groups[i - 1][-1]) + x_scale(group[0])) / 2
+        right = 1.0 if i == len(groups) - 1 else (x_scale(group[-1]) + x_scale(groups[i + 1][0])) / 2
+        middle = group[len(group) // 2]
+        lines = [f"{x_name} {group[0]:,.0f}" + (f" to {group[-1]:,.0f}" if len(group) > 1 else "")]
+        dots = ""
+        for s, known in zip(series, values):
+            found = [known[x] for x in group if x in known]
+            if found:
+                lines.append(f"{s.label} {_span(found, form)}")
+            if math.isfinite(known.get(middle, math.nan)):
+                dots += f'<circle class="tone-{s.tone} mark" cx="{100 * x_scale(middle):.3f}%" cy="{y_of(known[middle])}" r="4"/>'
+        parts.append(
+            f'<g class="col"><rect class="hit" x="{100 * left:.3f}%" width="{100 * (right - left):.3f}%" y="0" '
+            f'height="{height}"/><line class="cross" x1="{100 * x_scale(middle):.3f}%" x2="{100 * x_scale(middle):.3f}%" '
+            f'y1="0" y2="{height}"/>{dots}<title>{escape(chr(10).join(lines))}</title></g>'
+        )
+    return "".join(parts)
+
+
+def _span(values: Sequence[float], form: Format) -> str:
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return "not finite"
+    low, high = form(min(finite)), form(max(finite))
+    return low if low == high else f"{low} to {high}"
+
+
+def _marker(x: float, word: str, height: int) -> str:
+    anchor, shift = ("start", 5) if x < 0.75 else ("end", -5)
+    return (
+        f'<line class="marker" x1="{100 * x:.3f}%" x2="{100 * x:.3f}%" y1="0" y2="{height}"/>'
+        f'<text class="word" x="{100 * x:.3f}%" dx="{shift}" y="9" text-anchor="{anchor}">{escape(word)}</text>'
+    )
