@@ -1,1 +1,1 @@
-"""The decoder: math only. Nothing here knows a mesh, a schedule or a file."""
+"""The decoder: math only. Nothing here knows a mesh; what parallelism changes stands behind a protocol."""
