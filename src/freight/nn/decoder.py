@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self.arch = arch
         self.loss_head: LossHead = loss_head or ChunkedLossHead(softcap=arch.final_softcap)
         if core is None:
-            from freight.ops.attention import LocalAttention
+            from freight.ops.attention import LocalAttention  # noqa: PLC0415
 
             core = LocalAttention()
         runner = runner or PlainRunner()
@@ -87,10 +87,14 @@ class Decoder(nn.Module):
         """`[vocab, hidden]`: the head's own weight, or the token embeddings'."""
         return self.embed_tokens.weight if self.head is None else self.head.weight
 
+    @property
+    def blocks(self) -> list[Block]:
+        """`layers`, typed."""
+        return [block for block in self.layers if isinstance(block, Block)]
+
     def use_runner(self, runner: BlockRunner) -> None:
         """Execute every block with `runner` from now on."""
-        for block in self.layers:
-            assert isinstance(block, Block)
+        for block in self.blocks:
             block.runner = runner
 
 
