@@ -1,0 +1,82 @@
+"""Import: the architecture and the weights of a Hugging Face folder or a GGUF file.
+
+A folder with a config.json and no weights at all stands for random weights: `open_weights` returns None and the caller
+initialises. A folder with weights in a form that is not read (pickles, parts without index) is an error, never random.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from freight.checkpoint.families import FAMILIES
+from freight.checkpoint.gguf_file import GgufFile
+from freight.checkpoint.hf_config import architecture_from
+from freight.checkpoint.tensor_files import SafetensorsFolder, has_weights, read_json
+from freight.checkpoint.weights import Weights
+from freight.config.architecture import Architecture
+from freight.errors import CheckpointError
+
+
+def read_architecture(path: str | Path) -> Architecture:
+    """What the model is.
+
+    Args:
+        path: A folder with config.json, a config.json, or a .gguf file.
+
+    Raises:
+        CheckpointError: No such file; damaged; an unknown family; features that the decoder does not have.
+    """
+    path = Path(path).expanduser()
+    try:
+        if _is_gguf(path):
+            return architecture_from(GgufFile(path).config)
+        return architecture_from(read_json(_config_of(path)))
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(text if str(path) in text else f"`{path}`: {text}") from None
+
+
+def open_weights(path: str | Path, arch: Architecture) -> Weights | None:
+    """The weights, all checked against an architecture and none read yet.
+
+    Args:
+        path: As for `read_architecture`.
+        arch: What `read_architecture` returned, with the user's changes; a larger `vocab_size` grows the embeddings.
+
+    Returns:
+        The weights, or None where there is only a config.json: the caller initialises at random.
+
+    Raises:
+        CheckpointError: Weights are missing, left over, damaged, of another shape, or pickled.
+    """
+    path = Path(path).expanduser()
+    stored = read_architecture(path)
+    if _is_gguf(path):
+        files = GgufFile(path)
+    elif path.is_file() or not has_weights(path):
+        return None
+    else:
+        files = SafetensorsFolder(path)
+    family = FAMILIES[stored.family or "llama"]
+    return Weights(files, family, arch, stored.vocab_size, str(path))
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _config_of(path: Path) -> Path:
+    if path.is_file() and path.suffix == ".json":
+        return path
+    if path.is_file():
+        raise CheckpointError(f"`{path}` is neither a folder, a config.json nor a .gguf file.")
+    if not path.is_dir():
+        hint = f" A model of the hub is fetched with `hf download {path} --local-dir DIR`." if _is_hub(path) else ""
+        raise CheckpointError(f"`{path}` does not exist.{hint}")
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"`{path}` has no config.json, so it is not a Hugging Face folder.")
+    return path / "config.json"
+
+
+def _is_hub(path: Path) -> bool:
+    return len(path.parts) == 2 and not path.is_absolute()
