@@ -7,18 +7,18 @@ hundred label tokens at a time and for no other token.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freight.errors import DataError
+from freight.nn.decoder import Decoder
+from freight.nn.loss_head import TokenLossHead
 from freight.ops.batch import IGNORE_INDEX, TokenBatch
-from freight.ops.linear import linear
-
-CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -64,60 +64,30 @@ class _Sums:
         return Evaluation(loss, self.tokens, self.documents, per_source or {})
 
 
-@dataclass(frozen=True)
-class SegmentLossHead:
-    """A loss head that returns one negative log-likelihood sum per segment of the batch, float64 `[segments]`.
-
-    Args:
-        softcap: Logits become `softcap * tanh(logit / softcap)`.
-        chunk_tokens: Label tokens whose logits exist at one time.
-    """
-
-    softcap: float | None = None
-    chunk_tokens: int = CHUNK_TOKENS
-
-    def __call__(self, hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
-        """See `LossHead`."""
-        rows = torch.nonzero(batch.labels != IGNORE_INDEX).squeeze(1)
-        bounds = torch.tensor(batch.cu_seqlens[1:], device=hidden.device)
-        segments = torch.bucketize(rows, bounds, right=True)
-        sums = torch.zeros(len(batch.lengths), dtype=torch.float64, device=hidden.device)
-        for part, where in zip(rows.split(self.chunk_tokens), segments.split(self.chunk_tokens)):
-            logits = linear(hidden[part], weight, None)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
-            nll = nn.functional.cross_entropy(logits, batch.labels[part], reduction="none")
-            sums.index_add_(0, where, nll.double())
-        return sums
-
-
 def evaluate(
-    model: nn.Module,
+    model: Decoder,
     batches: Iterable[TokenBatch],
     *,
     source_of: Callable[[int], str] | None = None,
-    softcap: float | None = None,
-    device: torch.device | None = None,
+    chunk_tokens: int = 512,
     progress: Callable[[int, int, str], None] | None = None,
     total_documents: int = 0,
 ) -> Evaluation:
     """Exact token mean over every document of the batches.
 
     Args:
-        model: `model(batch, head)`; its mode is restored afterwards.
+        model: Its mode (training or not) is restored afterwards.
         batches: Every document once, packed in any way; segments of length 0 are padding.
         source_of: Name of the source of a document, by the index that the batch carries.
-        softcap: The model's final softcap.
-        device: Where the model computes; by default where its first parameter is.
-        progress: Called with documents done.
-        total_documents: For `progress`.
+        chunk_tokens: Label tokens whose logits exist at one time.
+        progress: Called with segments done.
+        total_documents: For `progress`; 0 if not known.
 
     Raises:
         DataError: No label token in all batches: there is nothing to take a mean of.
     """
-    device = device or next(model.parameters()).device
-    head = SegmentLossHead(softcap)
+    device = next(model.parameters()).device
+    head = TokenLossHead(chunk_tokens, model.arch.final_softcap)
     total = _Sums()
     sources: dict[str, _Sums] = {}
     was_training = model.training
@@ -125,27 +95,30 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in batches:
-                sums = model(batch.to(device), head).tolist()
-                for segment, tokens in enumerate(_labels_per_segment(batch)):
-                    if not batch.lengths[segment]:
-                        continue
-                    total.add(sums[segment], tokens)
+                losses = model(batch.to(device), head)
+                for segment, nll, tokens in _segment_sums(losses, batch):
+                    total.add(nll, tokens)
                     if source_of is not None and batch.documents:
-                        name = source_of(batch.documents[segment])
-                        sources.setdefault(name, _Sums()).add(sums[segment], tokens)
+                        sources.setdefault(source_of(batch.documents[segment]), _Sums()).add(nll, tokens)
                 if progress is not None:
                     progress(total.documents, total_documents, "evaluate")
     finally:
         model.train(was_training)
     if not total.tokens:
         raise DataError(
-            f"validation: 0 tokens to predict in {total.documents} documents; give `data.validation` records with answers."
+            f"validation data: no token to predict in {total.documents} documents. "
+            "Give `data.validation` records that have an answer."
         )
     return total.finish({name: part.finish() for name, part in sorted(sources.items())})
 
 
-def _labels_per_segment(batch: TokenBatch) -> list[int]:
-    """Label tokens of each segment, from the batch as the loader made it, before it moves to a device."""
-    counted = torch.cumsum(batch.labels.cpu() != IGNORE_INDEX, dim=0)
-    ends = counted[torch.tensor(batch.cu_seqlens[1:]) - 1].tolist()
-    return [end - start for start, end in zip([0, *ends], ends)]
+def _segment_sums(losses: Tensor, batch: TokenBatch) -> Iterator[tuple[int, float, int]]:
+    """(segment, sum of its losses, its label tokens) of every segment that is a document; one read of the device."""
+    spans = [segment for segment, length in enumerate(batch.lengths) if length]
+    counted = (batch.labels != IGNORE_INDEX).to(losses.device)
+    sizes = [stop - start for start, stop in itertools.pairwise(batch.cu_seqlens)]
+    sums = torch.stack([part.double().sum() for part in losses.split(sizes)])
+    counts = torch.stack([part.sum() for part in counted.split(sizes)])
+    nlls, tokens = torch.stack([sums, counts.double()]).tolist()
+    for segment in spans:
+        yield segment, nlls[segment], int(tokens[segment])

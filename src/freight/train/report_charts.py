@@ -10,6 +10,7 @@ spike in 10,000 steps is still there, and the picture stays below 40 kB.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from markupsafe import Markup
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
+Style = Literal["line", "area", "faint", "dots"]
 
 CURVE_COLUMNS = 600
 HOVER_COLUMNS = 120
@@ -42,7 +44,7 @@ class Series:
     label: str
     points: Sequence[Point]
     tone: int = 1
-    style: Literal["line", "area", "faint", "dots"] = "line"
+    style: Style = "line"
     hover: bool = True
 
 
@@ -55,6 +57,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
+        """Place of a value: 0 at `low`, 1 at `high`."""
         if self.log:
             value = max(value, self.low)
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -69,7 +72,7 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten in `[low, high]`, about `count` of them."""
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.75)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
 
@@ -167,8 +170,7 @@ def line_chart(
 
     parts = [_grid(y_scale.ticks(4), y_of, axis_form or form)]
     parts.append(_x_axis([(x_scale(v), f"{v:,.0f}") for v in _whole(x_scale.ticks(6), xs)], height, x_name))
-    for s in series:
-        parts.append(_curve(s, x_scale, y_of, height))
+    parts.extend(_curve(s, x_scale, y_of, height) for s in series)
     parts.append(_hover(series, x_scale, y_of, height, form, x_name))
     return _svg("".join(parts), height, label)
 
@@ -211,7 +213,7 @@ def histogram(
     parts = [_grid(ticks, y_of, "{:,.0f}".format)]
     parts.append(_x_axis([(x_scale(v), x_form(v)) for v in x_scale.ticks(6)], height, x_name))
     total = sum(counts) or 1
-    for low, high, count in zip(edges, edges[1:], counts):
+    for low, high, count in zip(edges, edges[1:], counts, strict=False):
         left, width = 100 * x_scale(low), 100 * (x_scale(high) - x_scale(low))
         title = f"{x_form(low)} to {x_form(high)}: {count:,} {y_name} ({count / total:.1%})"
         y = y_of(count) if count else height
@@ -247,7 +249,7 @@ def _whole(ticks: Sequence[float], xs: Sequence[float]) -> list[float]:
     return [t for t in ticks if t == int(t)] if max(xs) > min(xs) else [xs[0]]
 
 
-def _grid(ticks: Sequence[float], y_of: Format | Callable[[float], float], form: Format) -> str:
+def _grid(ticks: Sequence[float], y_of: Callable[[float], float], form: Format) -> str:
     return "".join(
         f'<line class="grid" x1="0" x2="100%" y1="{y_of(t)}" y2="{y_of(t)}"/>'
         f'<text class="tick" x="-8" y="{y_of(t)}" dy="0.32em" text-anchor="end">{escape(form(t))}</text>'
@@ -280,29 +282,22 @@ def _curve(series: Series, x_scale: Scale, y_of: Callable[[float], float], heigh
 
 
 def _path(series: Series, x_scale: Scale, y_of: Callable[[float], float], height: int) -> str:
-    commands, runs, pen = [], [], False
+    runs: list[list[str]] = [[]]
     for x, y in downsample(series.points):
-        if not math.isfinite(y):
-            pen = False
-            continue
-        place = f"{CURVE_WIDTH * x_scale(x):.1f} {y_of(y):.1f}"
-        if not pen:
+        if math.isfinite(y):
+            runs[-1].append(f"{CURVE_WIDTH * x_scale(x):.1f} {y_of(y):.1f}")
+        elif runs[-1]:
             runs.append([])
-        commands.append(f"{'L' if pen else 'M'}{place}")
-        runs[-1].append((place.split()[0], place))
-        pen = True
-    tint = ""
-    if series.style == "area":
-        shapes = "".join(
-            f"M{run[0][0]} {height}L{'L'.join(p for _, p in run)}L{run[-1][0]} {height}Z"
-            for run in runs
-            if len(run) > 1
-        )
-        tint = f'<path class="tone-{series.tone} tint" d="{shapes}"/>'
+    lines = ["L".join(run) for run in runs if run]
     kind = "faint" if series.style == "faint" else "curve"
+    paths = f'<path class="tone-{series.tone} {kind}" d="{"".join("M" + line for line in lines)}"/>'
+    if series.style == "area":
+        ends = [(run[0].partition(" ")[0], run[-1].partition(" ")[0]) for run in runs if run]
+        shape = "".join(f"M{a} {height}L{line}L{b} {height}Z" for line, (a, b) in zip(lines, ends, strict=True))
+        paths = f'<path class="tone-{series.tone} tint" d="{shape}"/>' + paths
     return (
         f'<svg width="100%" height="{height}" viewBox="0 0 {CURVE_WIDTH} {height}" preserveAspectRatio="none" '
-        f'overflow="visible">{tint}<path class="tone-{series.tone} {kind}" d="{"".join(commands)}"/></svg>'
+        f'overflow="visible">{paths}</svg>'
     )
 
 
@@ -315,31 +310,33 @@ def _hover(
     x_name: str,
 ) -> str:
     """Invisible columns, each naming the values that fall into it."""
-    places = sorted({x for s in series if s.hover for x, _ in s.points})
-    groups = [
-        places[len(places) * i // HOVER_COLUMNS : len(places) * (i + 1) // HOVER_COLUMNS] for i in range(HOVER_COLUMNS)
-    ]
-    groups = [g for g in groups if g] if len(places) > HOVER_COLUMNS else [[x] for x in places]
-    values = [{x: y for x, y in s.points} if s.hover else {} for s in series]
+    groups = _hover_groups(sorted({x for s in series if s.hover for x, _ in s.points}))
+    borders = [0.0, *((x_scale(a[-1]) + x_scale(b[0])) / 2 for a, b in itertools.pairwise(groups)), 1.0]
+    named = [(s, dict(s.points)) for s in series if s.hover]
     parts = []
-    for i, group in enumerate(groups):
-        left = 0.0 if i == 0 else (x_scale(groups[i - 1][-1]) + x_scale(group[0])) / 2
-        right = 1.0 if i == len(groups) - 1 else (x_scale(group[-1]) + x_scale(groups[i + 1][0])) / 2
+    for group, left, right in zip(groups, borders, borders[1:], strict=False):
         middle = group[len(group) // 2]
+        at = f"{100 * x_scale(middle):.2f}%"
         lines = [f"{x_name} {group[0]:,.0f}" + (f" to {group[-1]:,.0f}" if len(group) > 1 else "")]
         dots = ""
-        for s, known in zip(series, values):
+        for s, known in named:
             found = [known[x] for x in group if x in known]
             if found:
                 lines.append(f"{s.label} {_span(found, form)}")
             if math.isfinite(known.get(middle, math.nan)):
-                dots += f'<circle class="tone-{s.tone} mark" cx="{100 * x_scale(middle):.3f}%" cy="{y_of(known[middle])}" r="4"/>'
+                dots += f'<circle class="tone-{s.tone} mark" cx="{at}" cy="{y_of(known[middle])}" r="4"/>'
         parts.append(
-            f'<g class="col"><rect class="hit" x="{100 * left:.3f}%" width="{100 * (right - left):.3f}%" y="0" '
-            f'height="{height}"/><line class="cross" x1="{100 * x_scale(middle):.3f}%" x2="{100 * x_scale(middle):.3f}%" '
-            f'y1="0" y2="{height}"/>{dots}<title>{escape(chr(10).join(lines))}</title></g>'
+            f'<g class="col"><rect class="hit" x="{100 * left:.2f}%" width="{100 * (right - left):.2f}%" y="0" '
+            f'height="{height}"/><line class="cross" x1="{at}" x2="{at}" y1="0" y2="{height}"/>{dots}'
+            f"<title>{escape(chr(10).join(lines))}</title></g>"
         )
     return "".join(parts)
+
+
+def _hover_groups(places: Sequence[float]) -> list[Sequence[float]]:
+    """Every place alone, or as many equal groups as there may be columns."""
+    count = min(len(places), HOVER_COLUMNS)
+    return [places[len(places) * i // count : len(places) * (i + 1) // count] for i in range(count)]
 
 
 def _span(values: Sequence[float], form: Format) -> str:
