@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One mapping of the configuration. Unknown keys are faults; values never change after validation."""
+    """One mapping of the configuration. Unknown keys are faults, numbers are finite, values never change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)

@@ -7,7 +7,7 @@ Checks of one key live here; checks across keys live in `config/checks.py` (no a
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
 
@@ -18,17 +18,21 @@ from freight.config.base import Section
 class ModelSource(Section):
     """Where the architecture and weights come from; any key of `Architecture` beside it overrides."""
 
-    hf: str | None = Field(None, description="Hugging Face folder or .gguf file: architecture and weights.")
-    preset: str | None = Field(None, description="Name of a shipped architecture, with random weights.")
+    hf: str | None = Field(default=None, description="Hugging Face folder or .gguf file: architecture and weights.")
+    preset: str | None = Field(default=None, description="Name of a shipped architecture, with random weights.")
 
 
-# Every key of Architecture again, optional: only what the user wrote is set, and it wins over `hf` or `preset`.
+# Every key of Architecture again with its bounds, optional: only what the user wrote is set, and it wins over `hf`
+# or `preset`.
 ModelSection = create_model(
     "ModelSection",
     __base__=ModelSource,
     __doc__="The model: `hf`, `preset`, or the architecture spelled out.",
     **{
-        name: (info.annotation | None, Field(None, description=info.description))  # pyright: ignore
+        name: (
+            Annotated[info.annotation, *info.metadata] | None if info.metadata else info.annotation | None,  # pyright: ignore
+            Field(default=None, description=info.description),
+        )
         for name, info in Architecture.model_fields.items()
     },
 )
@@ -41,98 +45,128 @@ Truncation = Literal["error", "drop", "cut_right", "cut_left", "drop_oldest_turn
 class Source(Section):
     """One source of records."""
 
-    path: str
-    name: str | None = None
-    split: str = "train"
-    weight: float | None = Field(None, gt=0)
-    format: Format | None = None
-    fields: dict[str, str] = {}
-    max_records: int | None = Field(None, ge=1)
+    path: str = Field(description="File, folder or glob.")
+    name: str | None = Field(default=None, description="Name in reports; null = the path.")
+    split: str = Field(default="train", description="Split of a saved Hugging Face dataset.")
+    weight: float | None = Field(default=None, gt=0, description="Share of documents; null = every record once.")
+    format: Format | None = Field(default=None, description="null = data.format.")
+    fields: dict[str, str] = Field(default_factory=dict, description="Renames columns, over data.fields.")
+    max_records: int | None = Field(default=None, ge=1, description="Only the first records; null = all.")
 
 
 class PackingConfig(Section):
     """How documents share rows."""
 
-    algorithm: Algorithm | None = Field(None, description="null = first_fit_shuffle, or split for text.")
-    pack_size: int | None = Field(None, ge=2, description="Tokens of a row; null = data.sequence_length.")
-    seed: int | None = Field(None, description="null = data.seed.")
-    document_multiple: int = Field(1, ge=1, description="Each span is padded to a multiple of it.")
-    window_documents: int | None = Field(1_000_000, ge=1, description="Documents packed together; null = an epoch.")
-    file: str | None = Field(None, description="A packed file; the keys above then come from it.")
-    pad_rows: bool = Field(True, description="Every microbatch has exactly micro_batch_tokens tokens.")
+    algorithm: Algorithm | None = Field(default=None, description="null = first_fit_shuffle, or split for text.")
+    pack_size: int | None = Field(default=None, ge=2, description="Tokens of a row; null = data.sequence_length.")
+    seed: int | None = Field(default=None, description="Decides order and ties; null = data.seed.")
+    document_multiple: int = Field(default=1, ge=1, description="Each span is padded to a multiple of it.")
+    window_documents: int | None = Field(
+        default=1_000_000, ge=1, description="Documents packed together; null = an epoch."
+    )
+    file: str | None = Field(default=None, description="A packed file; the keys above then come from it.")
+    pad_rows: bool = Field(default=True, description="Every microbatch has exactly micro_batch_tokens tokens.")
 
 
 class DataConfig(Section):
     """From files to microbatches."""
 
     train: str | tuple[str | Source, ...] = Field(description="File, folder, glob, or a list of sources.")
-    validation: str | tuple[str | Source, ...] | None = None
-    format: Format = "auto"
-    fields: dict[str, str] = {}
-    tokenizer: str | None = Field(None, description="Folder, tokenizer.json or .gguf; null = model.hf.")
-    chat_template: str | None = Field(None, description="Jinja file or text, `chatml`, `plain`; null = tokenizer's.")
-    template_kwargs: dict[str, Any] = {}
-    assistant_start: str | None = Field(None, description="Delimiter before assistant text; for templates that rewrite.")
-    assistant_end: str | None = None
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    sequence_length: int = Field(ge=2, description="Largest document, in input tokens.")
-    truncation: Truncation | None = Field(None, description="null = error, or split for text.")
-    bos: Literal["auto", "always", "never"] = "auto"
-    eos: Literal["auto", "always", "never"] = "auto"
-    on_bad_record: Literal["error", "skip"] = "error"
-    max_skipped_fraction: float = Field(0.01, ge=0, le=1)
-    shuffle: bool = True
-    seed: int | None = Field(None, description="null = train.seed.")
-    drop_last: bool = False
-    num_workers: int = Field(2, ge=0, description="0 = in the process; results are identical.")
-    prefetch_batches: int = Field(2, ge=1)
-    cache_dir: str | None = Field("~/.cache/freight", description="null = nothing is written.")
-    allow_changed: bool = Field(False, description="On resume, accept data that changed; the epoch restarts.")
-    packing: PackingConfig | None = None
+    validation: str | tuple[str | Source, ...] | None = Field(
+        default=None, description="Held-out data, in the same forms; null = no evaluation."
+    )
+    format: Format = Field(default="auto", description="auto looks at the first 100 records of each source.")
+    fields: dict[str, str] = Field(default_factory=dict, description="Renames columns: `{text: body}`.")
+    tokenizer: str | None = Field(default=None, description="Folder, tokenizer.json or .gguf; null = model.hf.")
+    chat_template: str | None = Field(
+        default=None, description="Jinja file or text, `chatml`, `plain`; null = the tokenizer's."
+    )
+    template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to the chat template.")
+    assistant_start: str | None = Field(
+        default=None, description="Text before each assistant turn; for templates that rewrite history."
+    )
+    assistant_end: str | None = Field(default=None, description="Text after each assistant turn.")
+    train_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant", description="What the loss sees; text trains on all."
+    )
+    sequence_length: int = Field(ge=2, description="Longest document, in input tokens.")
+    truncation: Truncation | None = Field(
+        default=None, description="What happens to longer documents; null = error, or split for text."
+    )
+    bos: Literal["auto", "always", "never"] = Field(default="auto", description="One BOS in front of each document.")
+    eos: Literal["auto", "always", "never"] = Field(default="auto", description="One EOS at the end of each document.")
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error", description="skip writes it to the rejects file and counts it."
+    )
+    max_skipped_fraction: float = Field(
+        default=0.01, ge=0, le=1, description="Share of skipped records above which the run stops."
+    )
+    shuffle: bool = Field(default=True, description="A new order every epoch.")
+    seed: int | None = Field(default=None, description="null = train.seed.")
+    drop_last: bool = Field(default=False, description="Leave out a short last step of an epoch.")
+    num_workers: int = Field(default=2, ge=0, description="0 = in the process; results are identical.")
+    prefetch_batches: int = Field(default=2, ge=1, description="Batches each worker keeps ready.")
+    cache_dir: str | None = Field(default="~/.cache/freight", description="Tokenised data; null = nothing is written.")
+    allow_changed: bool = Field(
+        default=False, description="On resume, accept data that changed; the epoch starts again."
+    )
+    packing: PackingConfig | None = Field(default=None, description="null = one document per row, padded.")
 
 
 class OptimizerConfig(Section):
     """AdamW as torch has it."""
 
-    name: Literal["adamw"] = "adamw"
-    lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    state_dtype: Literal["fp32"] = "fp32"
+    name: Literal["adamw"] = Field(default="adamw", description="Fused where torch has it.")
+    lr: float = Field(gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Decay of both moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
+    weight_decay: float = Field(default=0.1, ge=0, description="On weights of two or more dims only.")
+    state_dtype: Literal["fp32"] = Field(default="fp32", description="Dtype of the moments.")
 
 
 class ScheduleConfig(Section):
     """Learning rate over optimizer steps; step s counts from 0."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup_steps: int | None = Field(None, ge=0)
-    warmup_ratio: float | None = Field(None, ge=0, lt=1)
-    decay_steps: int | None = Field(None, ge=0)
-    stable_steps: int | None = Field(None, ge=0)
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        default="cosine", description="Shape after the warm-up; wsd = warm-up, stable, decay."
+    )
+    warmup_steps: int | None = Field(default=None, ge=0, description="Step s runs at (s + 1) / warmup_steps.")
+    warmup_ratio: float | None = Field(default=None, ge=0, lt=1, description="The same as a share of all steps.")
+    decay_steps: int | None = Field(default=None, ge=0, description="null = all steps after the warm-up.")
+    stable_steps: int | None = Field(default=None, ge=0, description="wsd only; null = what the others leave.")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Where the decay ends, as a share of lr.")
 
 
 class TrainConfig(Section):
     """The loop."""
 
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; this or epochs.")
-    epochs: float | None = Field(None, gt=0)
-    global_batch_size: int | None = Field(None, ge=1, description="Rows per step; one of the three.")
-    global_batch_documents: int | None = Field(None, ge=1)
-    global_batch_tokens: int | None = Field(None, ge=1)
-    micro_batch_tokens: int | None = Field(None, ge=1, description="null = pack_size, or sequence_length.")
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps; this or epochs.")
+    epochs: float | None = Field(default=None, gt=0, description="Passes over the documents; this or steps.")
+    global_batch_size: int | None = Field(default=None, ge=1, description="Rows per step; one of the three.")
+    global_batch_documents: int | None = Field(
+        default=None, ge=1, description="Documents per step, translated into rows; one of the three."
+    )
+    global_batch_tokens: int | None = Field(default=None, ge=1, description="Tokens per step; one of the three.")
+    micro_batch_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens computed at one time; null = one row. Changes cost, not results."
+    )
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
-    precision: Literal["bf16", "fp32"] = "bf16"
-    grad_clip: float | None = Field(1.0, gt=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    z_loss_coeff: float | None = Field(None, gt=0)
-    loss_chunk_tokens: int = Field(512, ge=1, description="Label tokens whose logits exist at one time.")
-    max_nonfinite_steps: int = Field(3, ge=1)
-    seed: int = 0
-    compile: bool = False
-    evaluate_every_steps: int | None = Field(None, ge=1)
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="bf16 computes in bfloat16 and keeps float32 master weights."
+    )
+    grad_clip: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null = off.")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Share of the target spread over all tokens.")
+    z_loss_coeff: float | None = Field(default=None, gt=0, description="Weight of log(Z)^2; null = off.")
+    loss_chunk_tokens: int = Field(
+        default=512, ge=1, description="Label tokens whose logits exist at one time. Changes cost, not results."
+    )
+    max_nonfinite_steps: int = Field(
+        default=3, ge=1, description="Steps skipped in a row for non-finite gradients before the run stops."
+    )
+    seed: int = Field(default=0, description="Everything random derives from it.")
+    compile: bool = Field(default=False, description="torch.compile the token-wise parts of blocks.")
+    evaluate_every_steps: int | None = Field(default=None, ge=1, description="null = at the end only.")
 
 
 BackendName = Literal["math", "cpu_flash", "flash", "flash_attn", "cudnn", "efficient"]
@@ -141,9 +175,11 @@ BackendName = Literal["math", "cpu_flash", "flash", "flash_attn", "cudnn", "effi
 class AttentionConfig(Section):
     """Which kernels compute attention; results agree to rounding."""
 
-    backend: Literal["auto", "math", "cpu_flash", "flash", "flash_attn", "cudnn", "efficient"] = "auto"
-    disable: tuple[BackendName, ...] = ()
-    deterministic: bool = False
+    backend: Literal["auto", "math", "cpu_flash", "flash", "flash_attn", "cudnn", "efficient"] = Field(
+        default="auto", description="auto takes the fastest that is able."
+    )
+    disable: tuple[BackendName, ...] = Field(default=(), description="Never used by auto.")
+    deterministic: bool = Field(default=False, description="Only kernels whose backward is deterministic.")
 
 
 class CheckpointConfig(Section):
@@ -151,28 +187,28 @@ class CheckpointConfig(Section):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    dir: str | None = Field(None, description="null = <log.dir>/checkpoints.")
-    every_steps: int | None = Field(None, ge=1)
-    keep: int = Field(2, ge=1)
-    asynchronous: bool = Field(True, alias="async", description="Write while training goes on.")
-    save_final: bool = True
+    dir: str | None = Field(default=None, description="null = <log.dir>/checkpoints.")
+    every_steps: int | None = Field(default=None, ge=1, description="null = only at the end.")
+    keep: int = Field(default=2, ge=1, description="Newest ones kept.")
+    asynchronous: bool = Field(default=True, alias="async", description="Write while training goes on.")
+    save_final: bool = Field(default=True, description="Save after the last step.")
 
 
 class ProfileConfig(Section):
     """A torch.profiler trace of some steps."""
 
-    start_step: int = Field(ge=0)
-    steps: int = Field(ge=1)
+    start_step: int = Field(ge=0, description="First step traced.")
+    steps: int = Field(ge=1, description="Steps traced.")
 
 
 class LogConfig(Section):
     """The run folder."""
 
-    dir: str | None = Field(None, description="null = runs/<config name>.")
-    every_steps: int = Field(1, ge=1)
-    tensorboard: bool = True
-    wandb: dict[str, Any] | None = None
-    profile: ProfileConfig | None = None
+    dir: str | None = Field(default=None, description="null = runs/<config name>.")
+    every_steps: int = Field(default=1, ge=1, description="Steps between lines of metrics.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
+    wandb: dict[str, Any] | None = Field(default=None, description="Arguments of wandb.init; null = off.")
+    profile: ProfileConfig | None = Field(default=None, description="null = off.")
 
 
 class Config(Section):

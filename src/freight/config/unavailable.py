@@ -1,0 +1,49 @@
+"""Keys of Freight that other versions have and this one does not: refused by name, so that nobody thinks they work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Path of a key -> what it is about.
+SECTIONS: Mapping[str, str] = {
+    "adapter": "adapters such as LoRA",
+    "parallel": "parallelism over several processes",
+    "recompute": "activation recomputation",
+    "offload": "offload to host or disk",
+    "fpdt": "streaming of long sequences",
+    "overlap": "communication overlap",
+    "memory": "the memory planner",
+    "model.moe": "mixture of experts",
+    "data.streaming": "streaming of sources that cannot be indexed",
+    "data.shuffle_buffer": "streaming of sources that cannot be indexed",
+    "train.fp8": "fp8",
+}
+VALUES: Mapping[str, tuple[str, ...]] = {"train.precision": ("fp8",)}
+
+
+def take_out(raw: dict[str, Any]) -> Iterator[str]:
+    """Remove such keys from a raw configuration, giving one fault for each."""
+    for key, topic in SECTIONS.items():
+        *parents, last = key.split(".")
+        section = _section(raw, parents)
+        if section is not None and last in section:
+            del section[last]
+            yield f"`{key}` ({topic}) is not available in this version of Freight; remove it."
+    for key, values in VALUES.items():
+        *parents, last = key.split(".")
+        section = _section(raw, parents)
+        if section is not None and isinstance(section.get(last), str) and section[last] in values:
+            yield f"`{key}: {section.pop(last)}` is not available in this version of Freight; remove it."
+
+
+def covers(path: tuple[str | int, ...]) -> bool:
+    """Whether a path lies in such a section."""
+    return any(path[: len(key.split("."))] == tuple(key.split(".")) for key in SECTIONS)
+
+
+def _section(raw: Mapping[str, Any], parents: list[str]) -> dict[str, Any] | None:
+    section: Any = raw
+    for part in parents:
+        section = section.get(part) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else None
