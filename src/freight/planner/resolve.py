@@ -1,0 +1,400 @@
+"""From a configuration to the plan it means: sizes, steps, kernels and groups, with the arithmetic in words.
+
+Every check that needs more than a look at the keys stands here: those that need the architecture, the device or the
+data. `check`, `pack` and `train` print the same words, because they come from the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from freight.config.architecture import Architecture
+from freight.config.checks import (
+    algorithm,
+    architecture_faults,
+    faults,
+    fit_faults,
+    pack_size,
+    schedule_faults,
+)
+from freight.config.schema import Config
+from freight.data.batch_size import batch_size_sentence, rows_for_documents
+from freight.data.rows import RowSource
+from freight.errors import ConfigError
+from freight.nn.decoder import Decoder
+from freight.ops.attention_backends import (
+    Choice,
+    Hardware,
+    Request,
+    choose_backend,
+    missing_backends,
+)
+from freight.ops.attention_mask import MaskKind
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class DataFacts(NamedTuple):
+    """What packing knows of the training data.
+
+    Args:
+        num_documents: Documents of an epoch.
+        num_rows: Rows of an epoch.
+        num_tokens: Real tokens of an epoch.
+        max_length: Longest document, in tokens.
+        pack_size: Tokens of a row, when a packed file decides it.
+    """
+
+    num_documents: int
+    num_rows: int
+    num_tokens: int
+    max_length: int
+    pack_size: int | None = None
+
+    @property
+    def packing_factor(self) -> float:
+        """Documents per row, n."""
+        return self.num_documents / self.num_rows
+
+
+class Group(NamedTuple):
+    """Parameters that are treated alike."""
+
+    tensors: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration means on a number of data ranks.
+
+    Args:
+        config: The configuration.
+        arch: The architecture.
+        world_size: Data ranks.
+        pack_size: Tokens of a row.
+        micro_batch_tokens: Tokens of a microbatch on one rank.
+        rows_per_step: Rows of an optimizer step over all ranks; None while documents per step need the data.
+        total_steps: Optimizer steps; None while epochs need the data.
+        decaying: Weights under weight decay.
+        not_decaying: Norms and biases.
+        attention: Kernels of the longest block.
+        data: What is known of the data.
+    """
+
+    config: Config
+    arch: Architecture
+    world_size: int
+    pack_size: int
+    micro_batch_tokens: int
+    rows_per_step: int | None
+    total_steps: int | None
+    decaying: Group
+    not_decaying: Group
+    attention: Choice
+    hardware: Hardware
+    data: DataFacts | None
+
+    @property
+    def rows_per_microbatch(self) -> int:
+        """Rows computed at one time on one rank."""
+        return self.micro_batch_tokens // self.pack_size
+
+    @property
+    def microbatches_per_step(self) -> int | None:
+        """Microbatches that each rank accumulates."""
+        if self.rows_per_step is None:
+            return None
+        return math.ceil(self.rows_per_step / (self.rows_per_microbatch * self.world_size))
+
+    @property
+    def filler_rows(self) -> int:
+        """Rows without labels that complete the last microbatches of a step."""
+        if self.rows_per_step is None or self.microbatches_per_step is None:
+            return 0
+        return self.microbatches_per_step * self.rows_per_microbatch * self.world_size - self.rows_per_step
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens of a step, padding inside rows included, fillers not."""
+        return None if self.rows_per_step is None else self.rows_per_step * self.pack_size
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch, once the data is known."""
+        if self.data is None or self.rows_per_step is None:
+            return None
+        whole, tail = divmod(self.data.num_rows, self.rows_per_step)
+        return whole + (tail > 0 and not self.config.data.drop_last)
+
+    def words(self) -> list[str]:
+        """The plan, one sentence a line."""
+        return [*_model_words(self), *_data_words(self), *_step_words(self), *_train_words(self)]
+
+
+def resolve(
+    config: Config,
+    arch: Architecture,
+    *,
+    world_size: int = 1,
+    data: DataFacts | None = None,
+    hardware: Hardware = Hardware("cpu"),  # noqa: B008 - an immutable tuple
+) -> Plan:
+    """Work out what a configuration means.
+
+    Args:
+        config: From `load_config`.
+        arch: From `architecture_of`.
+        world_size: Data ranks.
+        data: Facts of the packed data, where it is at hand.
+        hardware: Of the device that computes.
+
+    Raises:
+        ConfigError: All faults.
+    """
+    found = [*faults(config), *architecture_faults(arch), *fit_faults(config, arch)]
+    attention = None
+    if not found:
+        try:
+            attention = choose_backend(
+                hardware,
+                longest_block(config, arch),
+                backend=config.attention.backend,
+                disabled={*config.attention.disable, *missing_backends()},
+            )
+        except ConfigError as error:
+            found += error.faults
+    rows = None if found else _rows_per_step(config, data)
+    row = (data.pack_size if data else None) or pack_size(config.data)
+    steps = _total_steps(config, data, rows)
+    if data is not None and steps is not None and not found:
+        found += schedule_faults(config.train.schedule, steps) if config.train.steps is None else ()
+        found += _data_faults(config, data, rows)
+    if found or attention is None:
+        raise ConfigError(*dict.fromkeys(found))
+    decaying, not_decaying = _groups(arch)
+    return Plan(
+        config=config,
+        arch=arch,
+        world_size=world_size,
+        pack_size=row,
+        micro_batch_tokens=config.train.micro_batch_tokens or row,
+        rows_per_step=rows,
+        total_steps=steps,
+        decaying=decaying,
+        not_decaying=not_decaying,
+        attention=attention,
+        hardware=hardware,
+        data=data,
+    )
+
+
+def longest_block(config: Config, arch: Architecture) -> Request:
+    """What attention asks for one document of the full length."""
+    length = config.data.sequence_length
+    return Request(
+        dtype=DTYPES[config.train.precision],
+        head_dim=arch.dims_per_head,
+        num_heads=arch.num_attention_heads,
+        num_query_groups=arch.groups,
+        tokens_q=length,
+        tokens_k=length,
+        kind=MaskKind.CAUSAL,
+        softcap=arch.attention_softcap,
+        dropout=arch.attention_dropout,
+        deterministic=config.attention.deterministic,
+    )
+
+
+def _rows_per_step(config: Config, data: DataFacts | None) -> int | None:
+    train = config.train
+    if train.global_batch_size is not None:
+        return train.global_batch_size
+    if train.global_batch_tokens is not None:
+        return train.global_batch_tokens // ((data.pack_size if data else None) or pack_size(config.data))
+    assert train.global_batch_documents is not None
+    if algorithm(config.data) == "none" and not (config.data.packing and config.data.packing.file):
+        return train.global_batch_documents
+    return None if data is None else rows_for_documents(train.global_batch_documents, data.packing_factor)
+
+
+def _total_steps(config: Config, data: DataFacts | None, rows: int | None) -> int | None:
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    if data is None or rows is None or train.epochs is None:
+        return None
+    steps = 0
+    for epoch in range(math.ceil(train.epochs)):
+        whole, tail = divmod(math.ceil(data.num_rows * min(1.0, train.epochs - epoch)), rows)
+        steps += whole + (tail > 0 and not config.data.drop_last)
+    return steps
+
+
+def _data_faults(config: Config, data: DataFacts, rows: int | None) -> Iterator[str]:
+    if config.data.drop_last and rows is not None and data.num_rows < rows:
+        yield (
+            f"0 steps per epoch: {data.num_rows:,} rows, global batch {rows:,} and `data.drop_last`. Lower the global "
+            "batch or set data.drop_last=false."
+        )
+    if data.pack_size is not None:
+        for key in ("micro_batch_tokens", "global_batch_tokens"):
+            tokens = getattr(config.train, key)
+            if tokens is not None and tokens % data.pack_size:
+                below = tokens - tokens % data.pack_size
+                near = f"{below} or {below + data.pack_size}" if below else f"{data.pack_size}"
+                yield (
+                    f"`train.{key}` must be a multiple of the packed file's pack_size {data.pack_size}; got {tokens}. "
+                    f"Use {near}."
+                )
+
+
+def _groups(arch: Architecture) -> tuple[Group, Group]:
+    """Weights of two or more dims decay; norms and biases do not."""
+    with torch.device("meta"):
+        parameters = list(Decoder(arch).parameters())
+    decaying = [p.numel() for p in parameters if p.ndim >= 2]
+    others = [p.numel() for p in parameters if p.ndim < 2]
+    return Group(len(decaying), sum(decaying)), Group(len(others), sum(others))
+
+
+def _model_words(plan: Plan) -> Iterator[str]:
+    arch = plan.arch
+    total = plan.decaying.parameters + plan.not_decaying.parameters
+    source = plan.config.model.hf or plan.config.model.preset
+    groups = "" if arch.groups == arch.num_attention_heads else f" over {arch.groups} KV heads"
+    yield (
+        f"model: {count(total)} parameters{f' ({source})' if source else ''}: {arch.num_layers} layers, hidden "
+        f"{arch.hidden_size}, {arch.num_attention_heads} heads of {arch.dims_per_head}{groups}, vocabulary "
+        f"{arch.vocab_size:,}, {arch.max_position_embeddings:,} positions"
+    )
+    dtype = plan.config.train.precision
+    where = plan.hardware.device + (f" sm{plan.hardware.capability}" if plan.hardware.capability else "")
+    forward, backward = plan.attention.forward.name, plan.attention.backward.name
+    kernels = f"{forward} forward and backward" if forward == backward else f"{forward} forward, {backward} backward"
+    window = f"; window {arch.sliding_window}" if arch.sliding_window else ""
+    kind = f"({dtype}, head_dim {arch.dims_per_head}, {where})"
+    yield f"attention: {kernels} {kind}{window}; documents never see each other"
+
+
+def _data_words(plan: Plan) -> Iterator[str]:
+    config, data = plan.config, plan.data
+    packing = config.data.packing
+    if packing is not None and packing.file is not None:
+        how = f"packed file {packing.file}"
+    elif algorithm(config.data) == "none":
+        how = "one document per row, the rest padding"
+    else:
+        how = f"packed by {algorithm(config.data)}"
+    yield f"rows: {plan.pack_size:,} tokens, {how}; documents up to {config.data.sequence_length:,} tokens"
+    if data is not None:
+        yield (
+            f"data: {data.num_documents:,} documents, {data.num_tokens:,} tokens in {data.num_rows:,} rows "
+            f"(n {data.packing_factor:.2f} documents per row, {data.num_tokens / (data.num_rows * plan.pack_size):.1%} "
+            f"real tokens); longest document {data.max_length:,} tokens"
+        )
+
+
+def _step_words(plan: Plan) -> Iterator[str]:
+    train, data = plan.config.train, plan.data
+    if plan.rows_per_step is None:
+        yield (
+            f"step: {train.global_batch_documents:,} documents; rows follow once the data is packed "
+            "(`freight pack` shows them)"
+        )
+    else:
+        if train.global_batch_documents is not None and data is not None:
+            yield batch_size_sentence(train.global_batch_documents, data.packing_factor, data.num_rows)
+        ranks = "" if plan.world_size == 1 else f" x {plan.world_size} ranks"
+        filler = f", {plan.filler_rows} of them filler without labels" if plan.filler_rows else ""
+        slots = plan.rows_per_step + plan.filler_rows
+        yield (
+            f"step: {plan.rows_per_step:,} rows x {plan.pack_size:,} tokens = {plan.tokens_per_step:,} tokens; "
+            f"{plan.microbatches_per_step:,} microbatches x {plan.rows_per_microbatch:,} rows{ranks} = {slots:,} rows"
+            f"{filler}; a microbatch is {plan.micro_batch_tokens:,} tokens"
+        )
+    yield f"run: {_run_length(plan)}"
+
+
+def _run_length(plan: Plan) -> str:
+    train = plan.config.train
+    if plan.total_steps is None:
+        return f"{train.epochs:g} epochs; the number of steps follows once the data is packed"
+    words = f"{plan.total_steps:,} steps"
+    if train.epochs is not None:
+        words = f"{train.epochs:g} epochs x {plan.steps_per_epoch:,} steps per epoch = {words}"
+    elif plan.data is not None and plan.rows_per_step:
+        words += f" = {plan.total_steps * plan.rows_per_step / plan.data.num_rows:.2f} epochs"
+    if plan.tokens_per_step is not None:
+        words += f", at most {plan.total_steps * plan.tokens_per_step:,} tokens"
+    return words
+
+
+def _train_words(plan: Plan) -> Iterator[str]:
+    train = plan.config.train
+    optimizer = train.optimizer
+    yield (
+        f"optimizer: {optimizer.name}, lr {optimizer.lr:.2e}, {_schedule_words(plan)}; gradient norm "
+        f"{'unclipped' if train.grad_clip is None else f'clipped to {train.grad_clip:g}'}"
+    )
+    yield (
+        f"weight decay {optimizer.weight_decay:g} on {plan.decaying.tensors:,} weights of two or more dims "
+        f"({count(plan.decaying.parameters)}); none on {plan.not_decaying.tensors:,} norms and biases "
+        f"({count(plan.not_decaying.parameters)})"
+    )
+    yield {
+        "bf16": "precision: bf16 compute; float32 master weights, optimizer state, softmax, loss and gradient sums",
+        "fp32": "precision: float32 throughout",
+    }[train.precision]
+    yield f"changes the results beyond rounding: {', '.join(_recipe(plan)) or 'nothing'}"
+
+
+def _schedule_words(plan: Plan) -> str:
+    schedule = plan.config.train.schedule
+    words = schedule.name
+    if schedule.warmup_steps:
+        words += f", {schedule.warmup_steps:,} warm-up steps"
+    elif schedule.warmup_ratio:
+        words += f", warm-up over {schedule.warmup_ratio:.1%} of the steps"
+    if schedule.name != "constant":
+        words += f", down to {schedule.min_lr_ratio:g} of it"
+    return words
+
+
+def _recipe(plan: Plan) -> Iterator[str]:
+    """Settings of the recipe that alter what is learned, where they are on."""
+    config, arch = plan.config, plan.arch
+    if arch.attention_dropout:
+        yield f"attention dropout {arch.attention_dropout:g}"
+    if config.train.label_smoothing:
+        yield f"label smoothing {config.train.label_smoothing:g}"
+    if config.train.z_loss_coeff:
+        yield f"z-loss {config.train.z_loss_coeff:g}"
+    cut: Mapping[str | None, str] = {
+        "drop": "longer documents are dropped",
+        "cut_right": "longer documents lose their end",
+        "cut_left": "longer documents lose their beginning",
+        "drop_oldest_turns": "longer chats lose their oldest turns",
+    }
+    if config.data.truncation in cut:
+        yield cut[config.data.truncation]
+    if config.data.on_bad_record == "skip":
+        yield "bad records are skipped"
+
+
+def count(number: int) -> str:
+    """`134.5M`."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.1f}{suffix}"
+    return str(number)
+
+
+def data_facts(rows: RowSource) -> DataFacts:
+    """Facts of a `RowSource`."""
+    return DataFacts(rows.num_documents, rows.num_rows, rows.num_tokens, rows.max_length, rows.pack_size)
