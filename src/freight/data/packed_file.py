@@ -258,6 +258,16 @@ class PackedFile:
             raise DataError(f"{self.path}: row {number} is damaged: lengths {lengths.tolist()} for {len(ids)} tokens.")
         return row
 
+    def shape(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of every span, and real tokens of every row; reads no ids."""
+        columns = [batch.column("lengths") for batch in self._batches]
+        spans = [column.flatten().to_numpy() for column in columns]
+        rows = [
+            np.add.reduceat(tokens, column.offsets.to_numpy()[:-1] - column.offsets[0].as_py())
+            for tokens, column in zip(spans, columns, strict=True)
+        ]
+        return np.concatenate(spans), np.concatenate(rows)
+
     @property
     def fingerprint(self) -> str:
         """Changes when documents or packing change, not with the release that wrote the file."""
@@ -325,6 +335,10 @@ class FileRows:
         """See `RowSource.packing`."""
         keys = ("algorithm", "pack_size", "seed", "document_multiple")
         return {**{key: self.metadata[key] for key in keys}, "shuffle": self._shuffle}
+
+    def first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `RowSource.first_epoch`."""
+        return self._file.shape()
 
     def rows_in(self, epoch: int, window: int) -> int:
         """Rows of the file, in any epoch."""

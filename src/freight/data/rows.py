@@ -80,6 +80,10 @@ class RowSource(Protocol):
         """What decides the rows beside the documents; a resumed run must have the same."""
         ...
 
+    def first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of every span, and real tokens of every row, of the first epoch; for reports."""
+        ...
+
     def rows_in(self, epoch: int, window: int) -> int:
         """Rows of one window of one epoch."""
         ...
@@ -166,6 +170,11 @@ class DocumentRows:
             "window_documents": self._window_documents,
             "shuffle": self._shuffle,
         }
+
+    def first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `RowSource.first_epoch`."""
+        plans = [self._plan(0, window)[1] for window in range(self.num_windows)]
+        return np.concatenate([plan.lengths for plan in plans]), np.concatenate([plan.tokens_of_rows for plan in plans])
 
     def rows_in(self, epoch: int, window: int) -> int:
         """Rows of one window; packs it if it has not been packed yet."""
