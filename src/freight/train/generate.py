@@ -6,18 +6,14 @@ set of tokens whose probability reaches top-p, by a generator of its own: equal 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from freight.errors import ConfigError, DataError
 from freight.nn.decode import decoding
 from freight.nn.decoder import Decoder
-
-REPLACEMENT = "\ufffd"
 
 
 def generate(
@@ -103,7 +99,8 @@ def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int, temperatu
         room = positions - len(prompt_ids)
         fix = f"use --max-tokens {room}" if room > 0 else "shorten the prompt"
         faults.append(
-            f"{len(prompt_ids)} prompt tokens + `--max-tokens` {max_tokens} exceed the model's {positions} positions; {fix}."
+            f"{len(prompt_ids)} prompt tokens + `--max-tokens` {max_tokens} exceed the model's {positions} positions; "
+            f"{fix}."
         )
     if faults:
         raise ConfigError(*faults)
@@ -111,68 +108,6 @@ def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int, temperatu
         raise DataError("the prompt has no tokens; give at least one word.")
     if bad := [i for i in prompt_ids if not 0 <= i < model.arch.vocab_size]:
         raise DataError(
-            f"prompt token {bad[0]} is outside the model's vocabulary of {model.arch.vocab_size}; use its own tokenizer."
+            f"prompt token {bad[0]} is outside the model's vocabulary of {model.arch.vocab_size}; "
+            "use the tokenizer that belongs to the model."
         )
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a plain text to be continued, with the BOS that the tokenizer puts in front; no EOS behind."""
-    return _with_bos(tokenizer, text)
-
-
-def chat_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    chat_template: str | None = None,
-    **template_kwargs: Any,
-) -> list[int]:
-    """Ids of a conversation up to where the assistant speaks next; rendered whole and tokenised once.
-
-    Args:
-        tokenizer: Of the model.
-        messages: `[{role, content}]`; the last is usually the user's.
-        chat_template: Jinja text; the tokenizer's own by default.
-        **template_kwargs: For the template, `tools` among them.
-
-    Raises:
-        DataError: No template, or the template refuses the messages.
-    """
-    if chat_template is None and not tokenizer.chat_template:
-        raise DataError("tokenizer has no chat template; set `data.chat_template`, or use --prompt for plain text.")
-    options: dict[str, Any] = {"chat_template": chat_template, **template_kwargs}
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
-        )
-    except Exception as error:  # a template raises whatever it likes
-        raise DataError(f"the chat template refuses these messages: {error}") from None
-    return _with_bos(tokenizer, str(text))
-
-
-def _with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The text's ids, with exactly one BOS in front if the tokenizer itself would add one."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
-    front: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]  # pyright: ignore[reportAssignmentType]
-    bos = tokenizer.bos_token_id
-    adds = isinstance(bos, int) and front[:1] == [bos]
-    return [bos, *ids] if adds and ids[:1] != [bos] else ids
-
-
-def stream_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> Iterator[str]:
-    """Pieces of text as ids come in, together exactly the decoded whole.
-
-    A piece is held back while it may end inside a character: byte-level tokens can be parts of one.
-    """
-    seen: list[int] = []
-    shown = ""
-    for token in ids:
-        seen.append(token)
-        text = str(tokenizer.decode(seen, skip_special_tokens=True))
-        if not text.endswith(REPLACEMENT) and text.startswith(shown):
-            if len(text) > len(shown):
-                yield text[len(shown) :]
-            shown = text
-    text = str(tokenizer.decode(seen, skip_special_tokens=True))
-    if len(text) > len(shown):
-        yield text[len(shown) :]

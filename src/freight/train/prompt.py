@@ -1,0 +1,100 @@
+"""From text or a conversation to the ids a model continues, and from its new ids back to text, piece by piece.
+
+Uses the chat template and tokeniser of training, so that a prompt looks to the model like what it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from freight.data.records import RecordFault
+from freight.data.template import ChatTemplate
+from freight.data.tokenizer import Encoder
+from freight.errors import DataError
+
+REPLACEMENT = "\ufffd"
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a plain text to be continued, with the BOS that the tokenizer puts in front; no EOS behind."""
+    return _with_bos(Encoder(tokenizer), text)
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate | None,
+    messages: Sequence[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """Ids of a conversation up to where the assistant speaks next; rendered whole and tokenised once.
+
+    Args:
+        tokenizer: Of the model.
+        template: From `load_chat_template`.
+        messages: `[{role, content}]`; the last is usually the user's.
+        tools: Functions offered to the model.
+
+    Raises:
+        DataError: No template, or the template refuses the messages.
+    """
+    if template is None:
+        raise DataError("the tokenizer has no chat template; set `data.chat_template`, or use --prompt for plain text.")
+    try:
+        text = template.render(messages, tools, add_generation_prompt=True)
+    except RecordFault as fault:
+        raise DataError(f"these messages cannot be rendered: {fault.message}") from None
+    return _with_bos(Encoder(tokenizer), text)
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None = None) -> frozenset[int]:
+    """Tokens that end a text: EOS, and the one that closes an assistant's turn in the template."""
+    encoder = Encoder(tokenizer)
+    ids = {encoder.eos_id} if encoder.eos_id is not None else set()
+    if template is not None:
+        question = {"role": "user", "content": "a"}
+        try:
+            before = template.render([question], add_generation_prompt=True)
+            after = template.render([question, {"role": "assistant", "content": "b"}])
+        except RecordFault:
+            return frozenset(ids)
+        if after.startswith(before):
+            special = set(encoder.special_ids.tolist())
+            closing = (i for i in encoder.encode([after[len(before) :]])[0].ids.tolist() if i in special)
+            ids.update([next(closing, encoder.eos_id)] if special else [])
+    return frozenset(i for i in ids if i is not None)
+
+
+def stream_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> Iterator[str]:
+    """Pieces of text as ids come in; joined, exactly the decoded whole without special tokens.
+
+    A piece is held back while it may end inside a character: byte-level tokens can be parts of one. Decoding starts
+    over at the last piece shown, so a long text costs no more per token than a short one.
+    """
+    recent: list[int] = []
+    shown = ""
+    for token in ids:
+        recent.append(token)
+        text = _decode(tokenizer, recent)
+        if text.endswith(REPLACEMENT):
+            continue
+        if len(text) > len(shown):
+            yield text[len(shown) :]
+            # The last token stays: what a tokenizer does at the start of a text must not happen in its middle.
+            recent, shown = [token], _decode(tokenizer, [token])
+    rest = _decode(tokenizer, recent)
+    if len(rest) > len(shown):
+        yield rest[len(shown) :]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _with_bos(encoder: Encoder, text: str) -> list[int]:
+    """The text's ids, with exactly one BOS in front if the tokenizer itself would add one."""
+    ids = encoder.encode([text])[0].ids.tolist()
+    adds = encoder.bos_id is not None and encoder.bos_id in encoder.front_ids
+    return [encoder.bos_id, *ids] if adds and ids[:1] != [encoder.bos_id] else ids
