@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freight.nn.decoder import Decoder
 from freight.nn.norm import LayerNorm, RMSNorm
@@ -39,12 +40,13 @@ def init_weights(model: Decoder, seed: int) -> None:
                 parameter.fill_(0 if module.offset else 1)
             else:
                 branch = module_name.endswith(("o_proj", "down_proj"))
-                full_name = f"{module_name}.{name}"
-                _fill_normal(parameter, std / math.sqrt(2 * model.arch.num_layers) if branch else std, seed, full_name)
+                scaled = std / math.sqrt(2 * model.arch.num_layers) if branch else std
+                _fill_normal(parameter, parameter.shape, scaled, seed, f"{module_name}.{name}")
 
 
-def _fill_normal(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
-    rows, columns = parameter.shape
+def _fill_normal(parameter: Tensor, shape: Sequence[int], std: float, seed: int, name: str) -> None:
+    """Draw the rows of a matrix of `shape` of which `parameter` holds a part or all."""
+    rows, columns = shape
     block_rows = max(1, BLOCK_NUMBERS // columns)
     for target, (row, column) in _local_pieces(parameter):
         stop = row + target.shape[0]
