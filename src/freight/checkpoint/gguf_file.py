@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFValueType, dequantize, get_tensor_name_map
 from torch import Tensor
-from transformers.modeling_gguf_pytorch_utils import GGUF_CONFIG_MAPPING, TENSOR_PROCESSORS, TensorProcessor
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from freight.checkpoint.families import FAMILIES
 from freight.errors import CheckpointError
@@ -38,11 +39,12 @@ class _HeaderReader(GGUFReader):
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if GGUFValueType(raw_type) == GGUFValueType.ARRAY:
-            kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            buffer = self.data.data
+            kind, count = struct.unpack_from("<IQ", buffer, orig_offs)
             if kind == GGUFValueType.STRING:
                 offset = orig_offs + 12
                 for _ in range(count):
-                    offset += 8 + struct.unpack_from("<Q", self.data, offset)[0]
+                    offset += 8 + struct.unpack_from("<Q", buffer, offset)[0]
                 return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
         return super()._get_field_parts(orig_offs, raw_type)
 

@@ -148,6 +148,7 @@ def _rope(table: Mapping[str, Any], config: Mapping[str, Any], family: Family) -
     return RopeConfig(
         theta=_number(table.get("rope_theta") or DEFAULT_THETA, "rope_theta"),
         percent=percent,
+        interleaved=False,
         scaling=None if kind == "default" else _scaling(kind, table, config),
     )
 
