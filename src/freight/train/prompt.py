@@ -52,19 +52,20 @@ def chat_ids(
 def stop_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None = None) -> frozenset[int]:
     """Tokens that end a text: EOS, and the one that closes an assistant's turn in the template."""
     encoder = Encoder(tokenizer)
-    ids = {encoder.eos_id} if encoder.eos_id is not None else set()
-    if template is not None:
-        question = {"role": "user", "content": "a"}
-        try:
-            before = template.render([question], add_generation_prompt=True)
-            after = template.render([question, {"role": "assistant", "content": "b"}])
-        except RecordFault:
-            return frozenset(ids)
-        if after.startswith(before):
-            special = set(encoder.special_ids.tolist())
-            closing = (i for i in encoder.encode([after[len(before) :]])[0].ids.tolist() if i in special)
-            ids.update([next(closing, encoder.eos_id)] if special else [])
-    return frozenset(i for i in ids if i is not None)
+    found = {encoder.eos_id, None if template is None else _turn_end(encoder, template)}
+    return frozenset(i for i in found if i is not None)
+
+
+def _turn_end(encoder: Encoder, template: ChatTemplate) -> int | None:
+    """The first special token after an answer; None if the template marks no end, or rewrites what it rendered."""
+    question = {"role": "user", "content": "a"}
+    try:
+        before = template.render([question], add_generation_prompt=True)
+        whole = template.render([question, {"role": "assistant", "content": "b"}])
+    except RecordFault:
+        return None
+    answer = encoder.encode([whole.removeprefix(before) if whole.startswith(before) else ""])[0].ids
+    return next((int(i) for i in answer if i in encoder.special_ids), None)
 
 
 def stream_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> Iterator[str]:
@@ -95,6 +96,6 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 def _with_bos(encoder: Encoder, text: str) -> list[int]:
     """The text's ids, with exactly one BOS in front if the tokenizer itself would add one."""
-    ids = encoder.encode([text])[0].ids.tolist()
-    adds = encoder.bos_id is not None and encoder.bos_id in encoder.front_ids
-    return [encoder.bos_id, *ids] if adds and ids[:1] != [encoder.bos_id] else ids
+    ids = [int(i) for i in encoder.encode([text])[0].ids]
+    bos = encoder.bos_id
+    return [bos, *ids] if bos is not None and bos in encoder.front_ids and ids[:1] != [bos] else ids

@@ -39,6 +39,7 @@ class Tile:
     name: str
     value: str | Markup
     note: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def tiles(run: Run) -> list[Tile]:
     """The key numbers, most wanted first; what was not measured is left out."""
     found = [_loss_tile(run)]
     if rates := run.values("perf/tokens_per_second"):
-        found.append(Tile("Real tokens per second", f"{statistics.median(rates):,.0f}", "median; padding not counted"))
+        found.append(Tile("Real tokens/s", f"{statistics.median(rates):,.0f}", "median; padding not counted"))
     if steps := run.points("train/loss"):
         found.append(_steps_tile(run, int(steps[-1][0])))
     if run.data:
@@ -172,12 +173,13 @@ def _loss_tile(run: Run) -> Tile | None:
     losses = held_out or training
     if not losses:
         return None
+    kind = "main held-out" if held_out else "main"
     name, first, last = "Held-out loss" if held_out else "Training loss", losses[0], losses[-1]
     if len(losses) == 1:
-        return Tile(name, f"{first:.3f}", f"perplexity {_perplexity(first)}")
+        return Tile(name, f"{first:.3f}", f"perplexity {_perplexity(first)}", kind)
     value = Markup('<span class="was">{:.3f} →</span> {:.3f}').format(first, last)
     change = f"{abs(last - first) / first:.1%} {'lower' if last < first else 'higher'}" if first else ""
-    return Tile(name, value, f"{change}; perplexity {_perplexity(first)} → {_perplexity(last)}")
+    return Tile(name, value, f"{change}; perplexity {_perplexity(first)} → {_perplexity(last)}", kind)
 
 
 def _steps_tile(run: Run, last: int) -> Tile:

@@ -115,16 +115,14 @@ def downsample(points: Sequence[Point], columns: int = CURVE_COLUMNS) -> list[Po
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
-    """Centred moving mean over `window` points, narrower towards the ends, gaps left out."""
+    """Centred moving mean over `window` points, cut off at both ends; gaps are left out."""
     finite = [p for p in points if math.isfinite(p[1])]
-    sums = [0.0]
-    for _, y in finite:
-        sums.append(sums[-1] + y)
-    out: list[Point] = []
-    for i, (x, _) in enumerate(finite):
-        reach = min(window // 2, i, len(finite) - 1 - i)
-        out.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
-    return out
+    sums = [0.0, *itertools.accumulate(y for _, y in finite)]
+    half = window // 2
+    spans = ((max(0, i - half), min(len(finite), i + half + 1)) for i in range(len(finite)))
+    return [
+        (x, (sums[stop] - sums[start]) / (stop - start)) for (x, _), (start, stop) in zip(finite, spans, strict=True)
+    ]
 
 
 def with_trend(series: Series) -> list[Series]:
@@ -171,6 +169,7 @@ def line_chart(
     parts = [_grid(y_scale.ticks(4), y_of, axis_form or form)]
     parts.append(_x_axis([(x_scale(v), f"{v:,.0f}") for v in _whole(x_scale.ticks(6), xs)], height, x_name))
     parts.extend(_curve(s, x_scale, y_of, height) for s in series)
+    parts.extend(_missing(s, x_scale, height) for s in series if s.hover)
     parts.append(_hover(series, x_scale, y_of, height, form, x_name))
     return _svg("".join(parts), height, label)
 
@@ -298,6 +297,15 @@ def _path(series: Series, x_scale: Scale, y_of: Callable[[float], float], height
     return (
         f'<svg width="100%" height="{height}" viewBox="0 0 {CURVE_WIDTH} {height}" preserveAspectRatio="none" '
         f'overflow="visible">{paths}</svg>'
+    )
+
+
+def _missing(series: Series, x_scale: Scale, height: int) -> str:
+    """A mark on the axis where a value was not finite."""
+    places = [x for x, y in downsample(series.points) if not math.isfinite(y)]
+    return "".join(
+        f'<line class="missing" x1="{100 * x_scale(x):.2f}%" x2="{100 * x_scale(x):.2f}%" y1="{height - 9}" y2="{height}"/>'
+        for x in places
     )
 
 
