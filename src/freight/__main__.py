@@ -1,0 +1,5 @@
+"""`python -m freight`."""
+
+from freight.cli.main import run
+
+run()

@@ -1,0 +1,68 @@
+"""`freight check`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freight.cli.exits import say
+from freight.cli.inputs import ConfigPath, Overrides, read_config, tokenizer_path
+
+if TYPE_CHECKING:
+    from freight.config.architecture import Architecture
+    from freight.config.schema import Config
+    from freight.planner.resolve import DataFacts
+
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved config and stop.")]
+
+
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    data: Annotated[bool, typer.Option("--data", help="Also tokenise and pack the data, for exact numbers.")] = False,
+) -> None:
+    """Validate a config and print what it means, in words."""
+    loaded = read_config(config, overrides)
+    if print_config:
+        show_config(loaded)
+        return
+    import torch
+
+    from freight.assemble.build import architecture_for, weights_for
+    from freight.ops.attention_backends import hardware_of
+    from freight.planner.resolve import resolve
+
+    arch = architecture_for(loaded)
+    weights_for(loaded, arch)
+    facts = _facts(loaded, arch) if data else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for line in resolve(loaded, arch, data=facts, hardware=hardware_of(device)).words():
+        say(line)
+
+
+def show_config(config: Config) -> None:
+    """Print a config with its defaults as comments."""
+    from freight.config.yaml_text import to_yaml
+
+    print(to_yaml(config), end="")
+
+
+def _facts(config: Config, arch: Architecture) -> DataFacts:
+    from freight.data.build import open_rows
+    from freight.data.tokenizer import load_tokenizer
+    from freight.planner.resolve import data_facts
+    from freight.train.console import Progress
+
+    with Progress() as progress:
+        rows = open_rows(
+            config.data,
+            config.train.seed,
+            "train",
+            load_tokenizer(tokenizer_path(config)),
+            vocab_size=arch.vocab_size,
+            rejects_dir=None,
+            progress=progress,
+        )
+    return data_facts(rows)

@@ -1,0 +1,88 @@
+"""`freight generate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from freight.cli.exits import say
+from freight.cli.inputs import ModelPath, kind_of, load_model
+from freight.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def generate(
+    model: ModelPath,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    chat: Annotated[
+        Path | None, typer.Option(help="JSON or JSONL file with `messages`; the model speaks next.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 = always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens up to this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
+) -> None:
+    """Let a model write, token by token. For looking at a model, not for serving: export it for that."""
+    if (prompt is None) == (chat is None):
+        got = "neither" if prompt is None else "both"
+        raise ConfigError(f"exactly one of `--prompt` and `--chat` must be given; got {got}.")
+    messages = _messages(chat) if chat is not None else None
+    decoder, tokenizer, _ = load_model(model, kind_of(model))
+    from freight.train.generate import chat_ids, prompt_ids, stream_text
+    from freight.train.generate import generate as continue_ids
+
+    ids = prompt_ids(tokenizer, prompt or "") if messages is None else chat_ids(tokenizer, messages)
+    new = continue_ids(
+        decoder,
+        ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=_stops(tokenizer),
+    )
+    for piece in stream_text(tokenizer, new):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    say()
+
+
+def _stops(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    eos: Any = tokenizer.eos_token_id
+    return {eos} if isinstance(eos, int) else set(eos or ())
+
+
+def _messages(path: Path) -> list[dict[str, Any]]:
+    """The conversation of a file: `{"messages": [...]}`, a bare list, or the first line of a JSONL file.
+
+    Raises:
+        DataError: Missing, no JSON, or no messages.
+    """
+    import json
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file. Give a JSON file with `messages`.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Give a JSON file with `messages`.") from None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            record = json.loads(text.strip().split("\n", 1)[0])
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not JSON ({error}). Give a JSON file with `messages`.") from None
+    messages = record.get("messages") if isinstance(record, dict) else record
+    if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
+        raise DataError(f'{path}: no `messages`. Write {{"messages": [{{"role": "user", "content": "Hello"}}]}}.')
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)

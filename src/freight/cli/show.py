@@ -1,0 +1,115 @@
+"""`freight show`: what the model will see, and which of it the loss sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freight.cli.exits import say
+from freight.cli.inputs import Overrides, read_config, tokenizer_path
+from freight.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from freight.config.schema import DataConfig
+    from freight.data.packed_file import PackedFile
+
+# Without a bound, one record of a long file would be cut or refused; showing needs no limit.
+ANY_LENGTH = 2**30
+
+
+def show(
+    source: Annotated[
+        str, typer.Argument(metavar="DATA|CONFIG", help="Data, a packed file, or a config.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder, tokenizer.json or .gguf; needed with DATA.")] = None,
+    record: Annotated[int, typer.Option(help="Which record, or row of a packed file, from 0.")] = 0,
+    ids: Annotated[bool, typer.Option("--ids", help="Print each token with its id.")] = False,
+) -> None:
+    """Print a record as tokens: supervised text in green between ⟦ and ⟧, the rest dim."""
+    if record < 0:
+        raise ConfigError(f"`--record` must be at least 0; got {record}.")
+    if source.endswith((".yaml", ".yml")):
+        config = read_config(Path(source), overrides)
+        _show_record(config.data, tokenizer or tokenizer_path(config), record, ids)
+        return
+    if overrides:
+        raise ConfigError(f"overrides need a config; got {' '.join(overrides)}. Use options instead.")
+    from freight.data.packed_file import PackedFile, is_packed
+
+    if Path(source).is_file() and is_packed(Path(source)):
+        show_row(PackedFile(source), record, tokenizer, ids=ids)
+        return
+    from freight.config.schema import DataConfig
+
+    if tokenizer is None:
+        raise ConfigError("`--tokenizer` is missing; data alone names none. Give a folder, tokenizer.json or .gguf.")
+    _show_record(DataConfig(train=source, sequence_length=ANY_LENGTH), tokenizer, record, ids)
+
+
+def show_row(file: PackedFile, number: int, tokenizer: str | None, *, ids: bool = False) -> None:
+    """Print one row of a packed file; ids only, where there is no tokenizer.
+
+    Raises:
+        DataError: There is no such row.
+    """
+    if not 0 <= number < len(file):
+        raise DataError(f"{file.path}: row {number} does not exist; rows are 0 to {len(file) - 1}.")
+    row = file[number]
+    start = 0
+    for document, length in zip(row.documents, row.lengths, strict=True):
+        stop = start + int(length)
+        say(f"document {document}: {length} tokens")
+        _print(row.ids[start:stop].tolist(), row.loss_mask[start:stop].tolist(), tokenizer, ids)
+        start = stop
+
+
+def _show_record(data: DataConfig, tokenizer: str, record: int, ids: bool) -> None:
+    from freight.config.schema import Source
+    from freight.data.tokenise import tokenise
+    from freight.data.tokenizer import load_tokenizer
+
+    # Only the records up to the one wanted are read, and nothing is written.
+    sources = (data.train,) if isinstance(data.train, str) else data.train
+    limited = tuple(
+        source.model_copy(update={"max_records": record + 1})
+        if isinstance(source, Source)
+        else Source(path=source, max_records=record + 1)
+        for source in sources
+    )
+    loaded = load_tokenizer(tokenizer)
+    section = data.model_copy(update={"cache_dir": None})
+    documents = tokenise(limited, section, loaded, vocab_size=2**31, output_dir=None)
+    if record >= len(documents):
+        raise DataError(f"{data.train}: record {record} does not exist; there are {len(documents)}.")
+    document = documents[record]
+    say(f"{documents.origin(record)}: {len(document)} tokens, {document.num_targets} supervised")
+    _print(document.ids.tolist(), document.loss_mask.tolist(), tokenizer, ids)
+
+
+def _print(tokens: Sequence[int], supervised: Sequence[bool], tokenizer: str | None, ids: bool) -> None:
+    """Tokens in runs of equal supervision, so that characters of several tokens stay whole."""
+    from itertools import groupby
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from freight.data.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
+    text = Text()
+    for target, run in groupby(zip(supervised, tokens, strict=True), key=lambda pair: pair[0]):
+        numbers = [token for _, token in run]
+        if loaded is None or ids:
+            words = loaded.convert_ids_to_tokens(numbers) if loaded is not None else [""] * len(numbers)
+            body = " ".join(
+                f"{word}({number})" if word else str(number) for word, number in zip(words, numbers, strict=True)
+            )
+        else:
+            body = str(loaded.decode(numbers, skip_special_tokens=False))
+        text.append(f"⟦{body}⟧" if target else body, style="green" if target else "dim")
+    Console(soft_wrap=True, highlight=False).print(text)
