@@ -134,7 +134,8 @@ class DocumentRows:
         self._algorithm = algorithm
         self._packing_seed = seed if packing_seed is None else packing_seed
         self._shuffle = shuffle
-        self._window_documents = min(window_documents or len(documents), len(documents))
+        self._window_documents = window_documents
+        self._documents_in_window = min(window_documents or len(documents), len(documents))
         self._plans: OrderedDict[tuple[int, int], tuple[np.ndarray, PackedRows]] = OrderedDict()
         self._counts: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
@@ -143,7 +144,7 @@ class DocumentRows:
         self.seed = seed
         self.pad_id: int = documents.metadata["pad_id"]
         self.fingerprint = documents.fingerprint
-        self.num_windows = -(-len(documents) // self._window_documents)
+        self.num_windows = -(-len(documents) // self._documents_in_window)
         self.num_documents = len(documents)
         self.num_tokens = int(documents.lengths.sum(dtype=np.int64))
         self.max_length = min(int(documents.lengths.max()), pack_size)
@@ -207,8 +208,8 @@ class DocumentRows:
         """The documents of a window, and how they share rows."""
         with self._lock:
             if (epoch, window) not in self._plans:
-                start = window * self._window_documents
-                order = np.arange(start, min(start + self._window_documents, self.num_documents))
+                start = window * self._documents_in_window
+                order = np.arange(start, min(start + self._documents_in_window, self.num_documents))
                 if self._shuffle:
                     order = Permutation(self.num_documents, (self.seed, epoch, self.fingerprint)).at(order)
                 self._plans[epoch, window] = (
