@@ -46,8 +46,15 @@ def test_warmup_ratio_is_a_share_of_the_run() -> None:
     ("keys", "words"),
     [
         ({"warmup_steps": 11}, "must be at most the run's 10 steps; got 11"),
-        ({"name": "wsd", "warmup_steps": 5, "stable_steps": 5, "decay_steps": 1}, "= 11 steps do not fit"),
-        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "Give one of them"),
+        (
+            {"name": "wsd", "warmup_steps": 5, "stable_steps": 5, "decay_steps": 1},
+            "must be at most the run's 10 steps; got 11",
+        ),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "Keep one"),
+        (
+            {"name": "wsd", "warmup_ratio": 0.5, "stable_steps": 6},
+            "is 5 steps; with stable 6 and decay 0 they do not fit",
+        ),
         ({"name": "constant", "decay_steps": 3}, "decay_steps` has no effect"),
         ({"name": "wsd"}, "needs decay_steps or stable_steps"),
     ],

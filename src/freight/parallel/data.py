@@ -8,13 +8,15 @@ per microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from freight.parallel.mesh import data_axis
 
@@ -22,7 +24,7 @@ Precision = Literal["bf16", "fp32", "fp64"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def shard(model: nn.Module, blocks: Iterator[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
+def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
     """Wrap every block, then the root, which keeps what is in no block (embedding, final norm, head).
 
     Args:
@@ -62,3 +64,28 @@ def free_gathered(model: nn.Module) -> None:
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter, converting its dtype once.
+
+    Args:
+        parameter: Plain or sharded.
+        whole: The full tensor, of any dtype, the same on all ranks.
+    """
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    part = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    parameter.to_local().copy_(part)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The full tensor of a parameter, without a graph.
+
+    **Communication**: an all-gather of the tensor over the axes it is split on.
+    """
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -28,19 +28,6 @@ def decay_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, n
     return decaying, others
 
 
-def describe_groups(model: nn.Module, weight_decay: float) -> list[str]:
-    """One line per group, for the plan in words."""
-    decaying, others = decay_groups(model)
-    return [
-        f"weight decay {decay:g}: {len(group)} tensors, {sum(p.numel() for p in group.values()):,} parameters ({what})"
-        for decay, group, what in (
-            (weight_decay, decaying, "two or more dims"),
-            (0.0, others, "norms and biases"),
-        )
-        if group
-    ]
-
-
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     """AdamW, fused where torch has it, with zeroed state for every trainable parameter."""
     decaying, others = decay_groups(model)

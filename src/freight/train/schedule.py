@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from freight.config.checks import schedule_faults
 from freight.config.schema import ScheduleConfig
 from freight.errors import ConfigError
 
@@ -27,29 +28,24 @@ def phases(total: int, schedule: ScheduleConfig) -> Phases:
     Raises:
         ConfigError: The phases do not fit, contradict each other or have no effect.
     """
-    faults = _faults(schedule)
-    warmup = schedule.warmup_steps or 0
-    if schedule.warmup_ratio is not None:
-        warmup = math.ceil(schedule.warmup_ratio * total)
+    faults = list(schedule_faults(schedule, total))
+    if schedule.name == "wsd" and schedule.decay_steps is None and schedule.stable_steps is None:
+        faults.append("`train.schedule` wsd needs decay_steps or stable_steps. Set one of them.")
+    if faults:
+        raise ConfigError(*faults)
+    warmup = schedule.warmup_steps or math.ceil((schedule.warmup_ratio or 0) * total)
     stable, decay = schedule.stable_steps, schedule.decay_steps
     if schedule.name == "constant":
-        stable, decay = max(total - warmup, 0), 0
+        stable, decay = total - warmup, 0
     elif schedule.name == "wsd" and stable is None:
         stable = max(total - warmup - (decay or 0), 0)
     stable = stable or 0
     decay = max(total - warmup - stable, 0) if decay is None else decay
-    if warmup > total:
-        faults.append(
-            f"`train.schedule.warmup_steps` must be at most the run's {total} steps; got {warmup}. "
-            "Shorten the warmup or train longer."
+    if warmup + stable + decay > total:
+        raise ConfigError(
+            f"`train.schedule.warmup_ratio` {schedule.warmup_ratio} is {warmup} steps; with stable {stable} and decay "
+            f"{decay} they do not fit in the run's {total}. Shorten one of them."
         )
-    elif warmup + stable + decay > total:
-        faults.append(
-            f"`train.schedule`: warmup {warmup} + stable {stable} + decay {decay} = {warmup + stable + decay} steps "
-            f"do not fit in the run's {total}. Shorten one of them."
-        )
-    if faults:
-        raise ConfigError(*faults)
     return Phases(warmup, stable, decay)
 
 
@@ -69,21 +65,3 @@ def learning_rate_factor(step: int, total: int, schedule: ScheduleConfig) -> flo
     progress = min((step - warmup - stable) / decay, 1.0)
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape
-
-
-def _faults(schedule: ScheduleConfig) -> list[str]:
-    faults = []
-    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
-        faults.append(
-            f"`train.schedule` has warmup_steps {schedule.warmup_steps} and warmup_ratio {schedule.warmup_ratio}. "
-            "Give one of them."
-        )
-    if schedule.name == "constant":
-        faults += [
-            f"`train.schedule.{key}` has no effect with the constant schedule. Remove it, or use wsd."
-            for key in ("stable_steps", "decay_steps", "min_lr_ratio")
-            if key in schedule.model_fields_set and getattr(schedule, key) is not None
-        ]
-    if schedule.name == "wsd" and schedule.decay_steps is None and schedule.stable_steps is None:
-        faults.append("`train.schedule` wsd needs decay_steps or stable_steps. Set one of them.")
-    return faults

@@ -1,0 +1,128 @@
+"""From an architecture to a model that runs: build on the meta device, wrap, allocate, fill. In that order.
+
+Nothing is allocated before it is sharded, and weights are read tensor by tensor, so a rank never holds more than its
+shards and one whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from freight.checkpoint.hf_import import open_weights, read_architecture
+from freight.config.architecture import Architecture
+from freight.config.model import architecture_of
+from freight.config.schema import AttentionConfig, Config
+from freight.nn.block import Block
+from freight.nn.decoder import Decoder
+from freight.nn.init import init_weights
+from freight.nn.loss_head import ChunkedLossHead
+from freight.ops.attention import LocalAttention
+from freight.ops.protocols import AttentionCore
+from freight.parallel.data import fill, shard, whole
+from freight.parallel.mesh import DeviceMesh
+
+
+class Weights(Protocol):
+    """Whole tensors by canonical name, read when asked for."""
+
+    def load(self, name: str) -> Tensor:
+        """One tensor, in its stored dtype."""
+        ...
+
+
+def architecture_for(config: Config) -> Architecture:
+    """What `config.model` means: the folder or preset it names, under the keys written beside it.
+
+    Raises:
+        CheckpointError: `model.hf` cannot be read.
+        ConfigError: A key is missing or impossible.
+    """
+    base = read_architecture(config.model.hf) if config.model.hf is not None else None
+    return architecture_of(config.model, base)
+
+
+def weights_for(config: Config, arch: Architecture) -> Weights | None:
+    """The weights that `config.model` names, checked and not yet read; None = random.
+
+    Raises:
+        CheckpointError: Weights are missing, damaged or of another shape.
+    """
+    return open_weights(config.model.hf, arch) if config.model.hf is not None else None
+
+
+def build_model(arch: Architecture, config: Config, mesh: DeviceMesh, *, weights: Weights | None = None) -> Decoder:
+    """A decoder ready to train: float32 master shards, gathered in `train.precision`.
+
+    Args:
+        arch: The model.
+        config: `attention` and `train` decide kernels, loss and precision.
+        mesh: Of `build_mesh`; parameters live on its device type.
+        weights: Converted to float32 once; None initialises from `train.seed`.
+    """
+    train = config.train
+    head = ChunkedLossHead(train.loss_chunk_tokens, arch.final_softcap, train.label_smoothing, train.z_loss_coeff)
+    with torch.device("meta"):
+        model = Decoder(arch, core=_attention(config.attention), loss_head=head)
+    shard(model, model.layers, mesh, train.precision)
+    model.to_empty(device=mesh.device_type)
+    if weights is None:
+        init_weights(model, train.seed)
+    else:
+        _load(model, weights)
+    if train.compile:
+        _compile_blocks(model)
+    return model.train()
+
+
+def build_for_inference(
+    arch: Architecture,
+    weights: Weights,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: AttentionConfig | None = None,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """A decoder for evaluation, generation and export: plain tensors of one dtype, no gradients.
+
+    Args:
+        arch: The model.
+        weights: Converted to `dtype` once.
+        dtype: Of parameters and arithmetic.
+        attention: Kernels; the defaults if None.
+        device: Where it computes.
+    """
+    with torch.device("meta"):
+        model = Decoder(arch, core=_attention(attention or AttentionConfig())).to(dtype)
+    model.to_empty(device=device)
+    _load(model, weights)
+    return model.eval().requires_grad_(False)
+
+
+def model_tensors(model: Decoder) -> Mapping[str, Tensor]:
+    """Whole tensors by canonical name, in the masters' dtype; tied weights once.
+
+    **Communication**: an all-gather per sharded tensor.
+    """
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def _attention(config: AttentionConfig) -> AttentionCore:
+    core = LocalAttention(config.backend, disable=config.disable, deterministic=config.deterministic)
+    return cast(AttentionCore, core)  # the decorator that keeps the compiler out also hides the signature
+
+
+def _load(model: Decoder, weights: Weights) -> None:
+    for name, parameter in model.named_parameters():
+        fill(parameter, weights.load(name))
+
+
+def _compile_blocks(model: Decoder) -> None:
+    """Compile the token-wise parts of every block, once per shape; attention stays as it is."""
+    for block in model.layers:
+        assert isinstance(block, Block)
+        for part in ("pre", "post"):
+            setattr(block, part, torch.compile(getattr(block, part), dynamic=False))

@@ -1,0 +1,372 @@
+"""The training loop: step, log, evaluate, save, until the plan is done or somebody asks to stop.
+
+One loop serves pretraining and fine-tuning; what differs is the configuration. Whatever ends a run (the last step, a
+signal, an error) leaves a run folder that says so and a report that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from freight.config.schema import Config
+from freight.data.loader import StepData, evaluation_batches
+from freight.errors import FreightError
+from freight.parallel.data import free_gathered
+from freight.train.console import evaluation_line, gibibytes, step_line
+from freight.train.data_facts import data_facts
+from freight.train.evaluate import Evaluation, evaluate
+from freight.train.flops import device_peak, peak_memory_bytes
+from freight.train.launch import environment, launched
+from freight.train.metrics import MetricLog
+from freight.train.profile import StepProfiler
+from freight.train.report import write_report
+from freight.train.resume import CONFIG_FILE, Counters, Saver, claim_run_folder, find_checkpoint, restore
+from freight.train.run_folder import (
+    DATA_FILE,
+    RunStatus,
+    State,
+    add_warning,
+    write_json,
+    write_plan,
+    write_status,
+)
+from freight.train.schedule import learning_rate_factor
+from freight.train.setup import Prepared, ProgressCallback, Trainable, build, prepare
+from freight.train.signals import StopSignals
+from freight.train.step import StepResult, train_step
+from freight.train.throughput import Throughput
+
+REPORT_EVERY_SECONDS = 60.0
+
+StepDisplay = Callable[[int, int | None, Mapping[str, float], float | None], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Args:
+        exit_code: 0 done, 1 failed, 130 or 143 interrupted and saved.
+        steps: Global batches consumed, those before a resume included.
+        run_dir: The run folder.
+        message: One line: how it ended, or how to resume.
+        loss: Of the last step; nan if there was none.
+        evaluation: The last evaluation.
+    """
+
+    exit_code: int
+    steps: int
+    run_dir: Path
+    message: str
+    loss: float
+    evaluation: Evaluation | None
+
+
+class RunFailed(FreightError):
+    """Training cannot go on; nobody's input is wrong."""
+
+
+def train(
+    config: Config,
+    *,
+    name: str,
+    resume: str | None = None,
+    overwrite: bool = False,
+    report_line: Callable[[str], None],
+    show_step: StepDisplay | None = None,
+    progress: ProgressCallback | None = None,
+) -> TrainResult:
+    """Train as a configuration says.
+
+    Args:
+        config: Checked.
+        name: The run folder is `runs/<name>` unless `log.dir` says otherwise.
+        resume: `auto`, or a checkpoint's path.
+        overwrite: Replace a run that the folder holds.
+        report_line: Gets every line for the user.
+        show_step: Gets every logged step; by default it is written as a line.
+        progress: For preparation and evaluation.
+
+    Raises:
+        FreightError: Bad input, before training starts or while it reads data.
+    """
+    run_dir = Path(config.log.dir or f"runs/{name}")
+    checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    with launched() as world:
+        prepared = prepare(config, world, run_dir, progress)
+        claim_run_folder(run_dir, resume=resume is not None, overwrite=overwrite)
+
+        def warn(message: str) -> None:
+            add_warning(run_dir, message)
+            report_line(f"warning: {message}")
+
+        checkpoint = find_checkpoint(resume, checkpoints, warn) if resume is not None else None
+        _describe_run(prepared, run_dir)
+        for line in prepared.plan.words():
+            report_line(line)
+        try:
+            trainable = build(prepared, world)
+            loop = Loop(prepared, trainable, run_dir, checkpoints, report_line, show_step, progress)
+            if checkpoint is not None:
+                loop.resume(checkpoint)
+            with StopSignals() as signals:
+                return loop.run(signals)
+        except BaseException as error:
+            _leave(run_dir, RunStatus("failed", _one_line(error), total_steps=prepared.total_steps))
+            raise
+
+
+class Loop:
+    """A run from its present position to its end.
+
+    Args:
+        prepared: What to train on.
+        trainable: What to train.
+        run_dir: The run folder.
+        checkpoints: Where saved state goes.
+        say: Gets every line for the user.
+        show_step: Gets every logged step; by default it is written as a line.
+        progress: For evaluation.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        trainable: Trainable,
+        run_dir: Path,
+        checkpoints: Path,
+        say: Callable[[str], None],
+        show_step: StepDisplay | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        config = prepared.config
+        self._config = config
+        self._prepared = prepared
+        self._trainable = trainable
+        self._run_dir = run_dir
+        self._say = say
+        self._show_step = show_step or (lambda *step: say(step_line(*step)))
+        self._progress = progress
+        self._loader = prepared.loader()
+        self._counters = Counters()
+        self._saver = Saver(
+            checkpoints, config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous, warn=self._warn
+        )
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        peak = device_peak(trainable.device, dtype)
+        self._throughput = Throughput(prepared.arch, peak, trainable.device)
+        self._log: MetricLog | None = None
+        self._resumed_step: int | None = None
+        self._loss = math.nan
+        self._evaluation: Evaluation | None = None
+        self._evaluated_step: int | None = None
+        self._reported = time.monotonic()
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go to where a checkpoint stands.
+
+        Raises:
+            CheckpointError: Damaged, or of another model.
+            DataError: The data have changed.
+        """
+        model, optimizer = self._trainable.model, self._trainable.optimizer
+        architecture = self._prepared.arch.model_dump(mode="json")
+        self._counters, state = restore(checkpoint, model, optimizer, architecture)
+        for notice in self._loader.load_state_dict(state, allow_changed=self._config.data.allow_changed):
+            self._warn(notice)
+        self._resumed_step = self._saver.saved_step = self._counters.step
+        self._say(f"resumed from {checkpoint} after step {self._counters.step}")
+
+    def run(self, signals: StopSignals) -> TrainResult:
+        """Train until the last step or a signal."""
+        log = self._config.log
+        self._log = MetricLog(
+            self._run_dir,
+            tensorboard=log.tensorboard,
+            wandb=log.wandb,
+            config=self._config.model_dump(mode="json"),
+            resumed_step=self._resumed_step,
+        )
+        self._status("running")
+        try:
+            if self._counters.step == 0 and self._config.train.evaluate_every_steps is not None:
+                self._evaluate()
+            with StepProfiler(log.profile, self._run_dir, self._trainable.device) as profiler:
+                self._steps(signals, profiler)
+            return self._end(signals)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            peak = gibibytes(peak_memory_bytes(self._trainable.device))
+            raise RunFailed(
+                f"out of memory in step {self._counters.step + 1}, peak {peak}: {_one_line(error)} "
+                "Lower train.micro_batch_tokens; the global batch and the results stay the same."
+            ) from error
+        finally:
+            self._log.close()
+
+    def _steps(self, signals: StopSignals, profiler: StepProfiler) -> None:
+        train, checkpoint, total = self._config.train, self._config.checkpoint, self._prepared.total_steps
+        began = time.perf_counter()
+        for data in self._loader:
+            waited = time.perf_counter() - began
+            result, rate = self._train(data)
+            profiler.step()
+            self._throughput.add(data, result.num_targets, time.perf_counter() - began, waited)
+            step = self._counters.step
+            last = step >= total or signals.requested is not None
+            if step % self._config.log.every_steps == 0 or last or not result.updated:
+                self._record(data, result, rate)
+            self._refuse_endless_skipping()
+            if signals.requested is not None:
+                break
+            if train.evaluate_every_steps is not None and step % train.evaluate_every_steps == 0:
+                self._evaluate()
+            if checkpoint.every_steps is not None and step % checkpoint.every_steps == 0:
+                self._save()
+            self._report_now_and_then()
+            began = time.perf_counter()
+
+    def _train(self, data: StepData) -> tuple[StepResult, float]:
+        train, counters = self._config.train, self._counters
+        rate = train.optimizer.lr * learning_rate_factor(counters.updates, self._prepared.total_steps, train.schedule)
+        result = train_step(
+            self._trainable.model,
+            self._trainable.optimizer,
+            data.microbatches,
+            data.num_targets,
+            learning_rate=rate,
+            grad_clip=train.grad_clip,
+            mesh=self._trainable.mesh,
+            device=self._trainable.device,
+        )
+        counters.step += 1
+        counters.tokens += data.num_tokens
+        counters.updates += result.updated
+        counters.nonfinite = 0 if result.updated or not result.num_targets else counters.nonfinite + 1
+        self._loss = result.loss
+        return result, rate
+
+    def _record(self, data: StepData, result: StepResult, rate: float) -> None:
+        counters, total = self._counters, self._prepared.total_steps
+        metrics = {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": rate,
+            "train/epoch": data.epoch,
+            "train/tokens": counters.tokens,
+            "train/targets": result.num_targets,
+            **self._throughput.metrics(),
+        }
+        assert self._log is not None
+        self._log.write(counters.step, metrics)
+        self._show_step(counters.step, total, metrics, self._throughput.eta_seconds(total - counters.step))
+        if not result.num_targets:
+            self._warn(f"step {counters.step}: the global batch has no label; nothing was updated")
+        elif not result.updated:
+            self._warn(f"step {counters.step}: gradient norm {result.grad_norm}; nothing was updated")
+
+    def _refuse_endless_skipping(self) -> None:
+        limit = self._config.train.max_nonfinite_steps
+        if self._counters.nonfinite >= limit:
+            raise RunFailed(
+                f"gradients were not finite in {limit} steps in a row, the last one {self._counters.step} "
+                "(`train.max_nonfinite_steps`). Lower the learning rate, or look at the data of these steps."
+            )
+
+    def _evaluate(self) -> None:
+        rows, step, total = self._prepared.validation, self._counters.step, self._prepared.total_steps
+        if rows is None or self._evaluated_step == step:
+            return
+        model = self._trainable.model
+        evaluation = evaluate(
+            model,
+            evaluation_batches(rows, self._prepared.plan.micro_batch_tokens),
+            source_of=rows.source_of,
+            chunk_tokens=self._config.train.loss_chunk_tokens,
+            progress=self._progress,
+            total_documents=rows.num_documents,
+        )
+        free_gathered(model)
+        self._evaluation, self._evaluated_step = evaluation, step
+        assert self._log is not None
+        self._log.write(step, evaluation.metrics())
+        self._say(evaluation_line(step, total, evaluation.loss, evaluation.tokens))
+
+    def _save(self) -> None:
+        if self._saver.saved_step == self._counters.step:
+            return
+        meta = {
+            "architecture": self._prepared.arch.model_dump(mode="json"),
+            "config": self._config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        }
+        self._saver.save(
+            self._trainable.model, self._trainable.optimizer, self._counters, self._loader.state_dict(), meta
+        )
+
+    def _end(self, signals: StopSignals) -> TrainResult:
+        """Save, evaluate, and say how it ended."""
+        step, total = self._counters.step, self._prepared.total_steps
+        if signals.requested is not None and step < total:
+            self._save()
+            self._saver.finish()
+            message = (
+                f"stopped by {signals.requested.name} after step {step} of {total}, saved; continue with: "
+                f"freight train {self._run_dir / CONFIG_FILE} --resume auto"
+            )
+            self._status("interrupted", message)
+            exit_code = signals.exit_code
+        else:
+            self._evaluate()
+            if self._config.checkpoint.save_final:
+                self._save()
+            self._saver.finish()
+            message = f"done after step {step}"
+            self._status("finished", message)
+            exit_code = 0
+        write_report(self._run_dir)
+        self._say(message)
+        return TrainResult(exit_code, step, self._run_dir, message, self._loss, self._evaluation)
+
+    def _report_now_and_then(self) -> None:
+        if time.monotonic() - self._reported >= REPORT_EVERY_SECONDS:
+            self._status("running")
+            write_report(self._run_dir)
+            self._reported = time.monotonic()
+
+    def _status(self, state: State, message: str = "") -> None:
+        write_status(self._run_dir, RunStatus(state, message, self._counters.step, self._prepared.total_steps))
+
+    def _warn(self, message: str) -> None:
+        add_warning(self._run_dir, message, step=self._counters.step)
+        self._say(f"warning: {message}")
+
+
+def _describe_run(prepared: Prepared, run_dir: Path) -> None:
+    """What is known before the first step: configuration, machine, plan, data."""
+    values = prepared.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    values.setdefault("log", {})["dir"] = str(run_dir)
+    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_json(run_dir / "environment.json", environment())
+    write_plan(run_dir, prepared.plan.words())
+    write_json(run_dir / DATA_FILE, data_facts(prepared.rows))
+
+
+def _leave(run_dir: Path, status: RunStatus) -> None:
+    """Leave a folder that tells what happened; nothing here may hide the error that is on its way."""
+    try:
+        write_status(run_dir, status)
+        write_report(run_dir)
+    except Exception as error:
+        add_warning(run_dir, f"the report could not be written: {_one_line(error)}")
+
+
+def _one_line(error: BaseException) -> str:
+    text: Any = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,175 @@
+"""Where a run stands, and how it goes on: claiming a run folder, saving, finding and restoring saved state.
+
+Everything that decides the future of a run is in four places: parameters, optimizer moments, the loader's position
+and a handful of counters. Nothing random has a state of its own: initialisation is keyed by name, dropout by position,
+order by (seed, epoch). So a resumed run is bit-equal to one that never stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW
+
+from freight.checkpoint import saved_state
+from freight.errors import CheckpointError, ConfigError
+from freight.train.optimizer import optimizer_state
+
+MAX_FAILED_SAVES = 2
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass
+class Counters:
+    """A run's position.
+
+    Args:
+        step: Global batches consumed.
+        updates: Optimizer updates applied: the schedule's position. Behind `step` by the steps skipped.
+        nonfinite: Steps skipped in a row for a non-finite gradient norm.
+        tokens: Real tokens consumed.
+    """
+
+    step: int = 0
+    updates: int = 0
+    nonfinite: int = 0
+    tokens: int = 0
+
+
+def claim_run_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    """Make the run folder ours.
+
+    Raises:
+        ConfigError: It holds another run and neither resuming nor overwriting was asked for.
+    """
+    held = (run_dir / CONFIG_FILE).exists()
+    if held and not resume and not overwrite:
+        raise ConfigError(
+            f"`log.dir` {run_dir} already holds a run. Continue it with --resume auto, replace it with --overwrite, "
+            "or choose another log.dir."
+        )
+    if held and overwrite and not resume:
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def find_checkpoint(resume: str, directory: Path, warn: Callable[[str], None]) -> Path | None:
+    """The saved state to continue from.
+
+    Args:
+        resume: `auto`, or the path of one checkpoint.
+        directory: The run's checkpoints.
+        warn: Told about damaged ones that `auto` passes over.
+
+    Returns:
+        None if `auto` finds nothing: the run starts from the beginning.
+
+    Raises:
+        CheckpointError: The given path is no checkpoint, or is damaged.
+    """
+    if resume == "auto":
+        return saved_state.newest_good(directory, warn)
+    path = Path(resume).expanduser()
+    saved_state.verify(path)
+    return path
+
+
+def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    """The tensors to save, by canonical names; loading fills these very tensors."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {"model": parameters, "optimizer": optimizer_state(model, optimizer)}
+
+
+def restore(path: Path, model: nn.Module, optimizer: AdamW, architecture: dict[str, Any]) -> tuple[Counters, Any]:
+    """Fill model and optimizer from saved state.
+
+    Returns:
+        The counters, and the loader's state.
+
+    Raises:
+        CheckpointError: Damaged, or of another architecture.
+    """
+    meta = saved_state.load(path, {})
+    changed = {
+        key: (meta["architecture"].get(key), value)
+        for key, value in architecture.items()
+        if meta["architecture"].get(key) != value
+    }
+    if changed:
+        key, (before, now) = next(iter(changed.items()))
+        raise CheckpointError(
+            f"`{path}` is of another model: `model.{key}` was {before}, is {now}. "
+            "Resume with the run's own config.yaml, or start a new run."
+        )
+    saved_state.load(path, state_of(model, optimizer), verified=True)
+    return Counters(**meta["counters"]), meta["loader"]
+
+
+class Saver:
+    """Saves a run, keeps the newest few, and lives through one full disk.
+
+    Args:
+        directory: For checkpoints.
+        keep: How many stay.
+        asynchronous: Write while training goes on.
+        warn: Told when a save failed.
+    """
+
+    def __init__(self, directory: Path, keep: int, *, asynchronous: bool, warn: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._warn = warn
+        self._pending: saved_state.PendingSave | None = None
+        self._failures = 0
+        self.saved_step: int | None = None
+
+    def save(
+        self, model: nn.Module, optimizer: AdamW, counters: Counters, loader: dict[str, Any], meta: dict[str, Any]
+    ) -> None:
+        """Save the present state, after the save before it is complete.
+
+        Raises:
+            CheckpointError: The second failure in a row; the newest complete checkpoint stays.
+        """
+        self.finish()
+        meta = {**meta, "counters": asdict(counters), "loader": loader}
+        self.saved_step = counters.step
+        try:
+            self._pending = saved_state.save(
+                self._directory, counters.step, state_of(model, optimizer), meta, asynchronous=self._asynchronous
+            )
+        except (OSError, CheckpointError) as error:
+            self._failed(error)
+
+    def finish(self) -> None:
+        """Wait for a save that is being written, then drop checkpoints beyond `keep`.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.wait()
+        except (OSError, CheckpointError) as error:
+            self._failed(error)
+            return
+        self._failures = 0
+        saved_state.prune(self._directory, self._keep)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        self.saved_step = None
+        if self._failures >= MAX_FAILED_SAVES:
+            raise CheckpointError(
+                f"saving failed {self._failures} times in a row: {error}. Make room under {self._directory}, then "
+                "continue with --resume auto."
+            ) from error
+        self._warn(f"saving failed: {error}. The run goes on; the checkpoint before it stays.")

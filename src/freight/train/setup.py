@@ -1,0 +1,139 @@
+"""From a configuration to everything a run needs, in the order that finds faults before anything is written.
+
+First what is cheap and can be wrong (architecture, weights' names and shapes, tokenizer, data, plan), then the run
+folder, then what takes memory (model, optimizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW
+
+from freight.assemble.build import architecture_for, build_model, weights_for
+from freight.config.architecture import Architecture
+from freight.config.checks import architecture_faults, fit_faults
+from freight.config.schema import Config
+from freight.data.build import Which, open_rows
+from freight.data.loader import StepLoader
+from freight.data.rows import RowSource
+from freight.data.tokenizer import load_tokenizer
+from freight.errors import ConfigError
+from freight.nn.decoder import Decoder
+from freight.ops.attention_backends import hardware_of
+from freight.parallel.mesh import build_mesh
+from freight.planner.resolve import Plan, data_facts, resolve
+from freight.train.launch import World
+from freight.train.optimizer import build_optimizer
+from freight.train.schedule import phases
+
+ProgressCallback = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs of a run, all read and checked; no model yet.
+
+    Args:
+        config: As resolved.
+        arch: The model's architecture.
+        rows: Training rows.
+        validation: Held-out rows.
+        plan: Sizes and steps.
+        total_steps: Steps of the whole run.
+    """
+
+    config: Config
+    arch: Architecture
+    rows: RowSource
+    validation: RowSource | None
+    plan: Plan
+    total_steps: int
+
+    def loader(self) -> StepLoader:
+        """A loader at the beginning of the data."""
+        return build_loader(self.config, self.rows, self.plan)
+
+
+def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallback | None = None) -> Prepared:
+    """Read and check everything but the weights' contents.
+
+    Args:
+        config: Checked by itself.
+        world: Where this process computes.
+        run_dir: Where rejected records go; written only if there are any.
+        progress: For tokenising and packing.
+
+    Raises:
+        FreightError: Anything that cannot be used.
+    """
+    arch = architecture_for(config)
+    faults = [*architecture_faults(arch), *fit_faults(config, arch)]
+    if faults:
+        raise ConfigError(*faults)
+    weights_for(config, arch)
+    place = config.data.tokenizer or config.model.hf
+    tokenizer = None if place is None else load_tokenizer(place)
+
+    def rows_of(which: Which) -> RowSource:
+        return open_rows(
+            config.data,
+            config.train.seed,
+            which,
+            tokenizer,
+            vocab_size=arch.vocab_size,
+            rejects_dir=run_dir,
+            progress=progress,
+        )
+
+    rows = rows_of("train")
+    validation = rows_of("validation") if config.data.validation is not None else None
+    plan = resolve(config, arch, data=data_facts(rows), hardware=hardware_of(world.device))
+    total_steps = build_loader(config, rows, plan).total_steps
+    phases(total_steps, config.train.schedule)
+    return Prepared(config, arch, rows, validation, plan, total_steps)
+
+
+def build_loader(config: Config, rows: RowSource, plan: Plan) -> StepLoader:
+    """The training loader of a plan."""
+    return StepLoader(
+        rows,
+        rows_per_step=plan.rows_per_step or 1,
+        micro_batch_tokens=plan.micro_batch_tokens,
+        seed=config.train.seed,
+        drop_last=config.data.drop_last,
+        num_workers=config.data.num_workers,
+        prefetch_batches=config.data.prefetch_batches,
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+        pad_rows=config.data.packing is None or config.data.packing.pad_rows,
+    )
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What takes memory.
+
+    Args:
+        model: Wrapped for the mesh.
+        optimizer: With its state.
+        mesh: Of all ranks.
+        device: Where the model computes.
+    """
+
+    model: Decoder
+    optimizer: AdamW
+    mesh: DeviceMesh
+    device: torch.device
+
+
+def build(prepared: Prepared, world: World) -> Trainable:
+    """Build model and optimizer on this rank."""
+    config, arch = prepared.config, prepared.arch
+    mesh = build_mesh(world.size, world.device.type)
+    model = build_model(arch, config, mesh, weights=weights_for(config, arch))
+    return Trainable(model, build_optimizer(model, config.train.optimizer), mesh, world.device)
