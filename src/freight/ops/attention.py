@@ -1,0 +1,234 @@
+"""Attention over one microbatch on one device: a plan, its kernels, and one autograd function around them.
+
+`BlockAttention` runs every block of a plan, merges, and keeps q, k, v, the output and its log-sum-exp. Its backward
+gives each block the *global* output and log-sum-exp; letting autograd through the merge instead loses the log-sum-exp
+term and yields wrong dq and dk beside a right dv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from freight.ops.attention_backends import (
+    Backend,
+    Choice,
+    Hardware,
+    Request,
+    choose_backend,
+    hardware_of,
+    missing_backends,
+)
+from freight.ops.attention_blocks import Block, PairDropout, merge
+from freight.ops.attention_mask import MaskKind
+from freight.ops.attention_math import working_dtype
+from freight.ops.attention_plan import AttentionPlan, PlanEntry, build_plan
+from freight.ops.batch import TokenBatch
+from freight.ops.protocols import AttentionSpec
+
+# CUDA launches at most 65,535 blocks along one dim of a grid.
+CUDA_GRID = 65_535
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A plan with its kernels: what all layers of a microbatch with one window share."""
+
+    plan: AttentionPlan
+    forward: tuple[Block, ...]
+    backward: tuple[Block, ...]
+
+
+class BlockAttention(torch.autograd.Function):
+    """`(q, k, v, schedule, dropout) -> (context, lse)`; lse has no gradient, and there is no second derivative.
+
+    **Gradient**: `p = exp(s - lse)`, `D = rowsum(dout * out)`, `ds = p (dout v^T - D)`, summed over blocks in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, dropout: PairDropout | None
+    ) -> tuple[Tensor, Tensor]:
+        """`q [tokens, heads, d]`, `k, v [tokens, groups, d]` -> context like q, lse `[heads, tokens]`."""
+        out, lse = _forward(q, k, v, schedule, dropout)
+        ctx.schedule, ctx.dropout = schedule, dropout
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients of q, k, v; exactly 0 at padding."""
+        q, k, v, out, lse = ctx.saved_tensors
+        return *_backward(dout, q, k, v, out, lse, ctx.schedule, ctx.dropout), None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, dropout: PairDropout | None) -> tuple[Tensor, Tensor]:
+    plan = schedule.plan
+    dtype = working_dtype(q.dtype)
+    once = plan.queries_once
+    out = _buffer(q, q.dtype if once else dtype, plan.idle_queries if once else None)
+    lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"), dtype=dtype)
+    for block in schedule.forward:
+        block_out, block_lse = block.forward(q, k, v, dropout)
+        block_lse = block_lse.transpose(1, 2)
+        rows = block.q_rows
+        if not once:
+            block_out, block_lse = merge(rows.take(out), rows.take(lse), block_out, block_lse)
+        rows.put(out, block_out)
+        rows.put(lse, block_lse)
+    return out.to(q.dtype), lse.t().contiguous()
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    dropout: PairDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = schedule.plan
+    dtype = working_dtype(q.dtype)
+    grads = (
+        _buffer(q, q.dtype if plan.queries_once else dtype, plan.idle_queries if plan.queries_once else None),
+        _buffer(k, k.dtype if plan.keys_once else dtype, plan.idle_keys if plan.keys_once else None),
+        _buffer(v, v.dtype if plan.keys_once else dtype, plan.idle_keys if plan.keys_once else None),
+    )
+    by_token = lse.t()
+    for block in schedule.backward:
+        dq, dk, dv = block.backward(dout, q, k, v, out, by_token, dropout)
+        block.q_rows.put(grads[0], dq, add=not plan.queries_once)
+        block.k_rows.put(grads[1], dk, add=not plan.keys_once)
+        block.k_rows.put(grads[2], dv, add=not plan.keys_once)
+    dq, dk, dv = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _buffer(like: Tensor, dtype: torch.dtype, idle: Sequence[tuple[int, int]] | None) -> Tensor:
+    """Rows for results: zeroed where no block will write, or everywhere if `idle` is None."""
+    if idle is None:
+        return like.new_zeros(like.shape, dtype=dtype)
+    buffer = like.new_empty(like.shape, dtype=dtype)
+    for start, stop in idle:
+        buffer[start:stop] = 0
+    return buffer
+
+
+class LocalAttention:
+    """The attention core of a model whose tokens are all on one device.
+
+    Args:
+        backend: `auto`, or a kernel to insist on.
+        disable: Kernels not to use.
+        deterministic: Only kernels whose backward gives the same bits each time.
+    """
+
+    def __init__(self, backend: str = "auto", disable: Sequence[str] = (), deterministic: bool = False) -> None:
+        self.backend = backend
+        self.disabled = frozenset(disable) | missing_backends()
+        self.deterministic = deterministic
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Tensor:
+        """Context of every token; 0 at padding.
+
+        Args:
+            q: `[tokens, heads, head_dim]`.
+            k: `[tokens, groups, head_dim]`.
+            v: Like k.
+            batch: Where documents lie.
+            spec: Scale, window, softcap, dropout.
+
+        Raises:
+            ConfigError: No allowed kernel can do it.
+        """
+        shared = replace(spec, layer=0)  # layers differ in what they drop, which is no part of the schedule
+        settings = (self.backend, self.disabled, self.deterministic)
+        key = ("attention", settings, shared, q.dtype, q.shape[1:], k.shape[1:], q.device)
+        schedule = batch.cached(key, lambda: self.schedule(q, k, batch, spec))
+        dropout = None
+        if spec.dropout:
+            dropout = PairDropout(spec.dropout, (batch.seed, batch.step, batch.microbatch, spec.layer))
+        context, _ = BlockAttention.apply(q, k, v, schedule, dropout)  # pyright: ignore[reportGeneralTypeIssues]
+        return context
+
+    def schedule(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
+        """The plan of one microbatch and the kernel of each of its blocks."""
+        hardware = hardware_of(q.device)
+        window = spec.window if spec.window is not None and spec.window < batch.max_seqlen else None
+        request = self._request(q, k, spec, _stream_kind(batch, spec, window), batch.max_seqlen, _equal(batch))
+        style = self.choose(hardware, request).forward
+        plan = build_plan(
+            batch.cu_seqlens,
+            batch.lengths,
+            causal=spec.causal,
+            window=window,
+            varlen=style.varlen,
+            native_window=style.window,
+            max_segments=CUDA_GRID // q.shape[1] if hardware.device == "cuda" else None,
+        )
+        forward, backward = [], []
+        for entry in plan.entries:
+            longest = max(b - a for ranges in entry.segments() for a, b in ranges)
+            request = self._request(q, k, spec, entry.mask.kind, longest, _equal(batch))
+            choice = self.choose(hardware, request)
+            forward.append(_block(entry, choice.forward, spec, self.deterministic))
+            backward.append(_block(entry, choice.backward, spec, self.deterministic))
+        return Schedule(plan, tuple(forward), tuple(backward))
+
+    def choose(self, hardware: Hardware, request: Request) -> Choice:
+        """`choose_backend` with this core's settings."""
+        return choose_backend(hardware, request, backend=self.backend, disabled=self.disabled)
+
+    def _request(
+        self, q: Tensor, k: Tensor, spec: AttentionSpec, kind: MaskKind, tokens: int, equal_lengths: bool
+    ) -> Request:
+        return Request(
+            dtype=q.dtype,
+            head_dim=q.shape[2],
+            num_heads=q.shape[1],
+            num_query_groups=k.shape[1],
+            tokens_q=tokens,
+            tokens_k=tokens,
+            kind=kind,
+            equal_lengths=equal_lengths,
+            softcap=spec.softcap,
+            dropout=spec.dropout,
+            deterministic=self.deterministic,
+        )
+
+
+def _block(entry: PlanEntry, backend: Backend, spec: AttentionSpec, deterministic: bool) -> Block:
+    packed = entry.mask.kind == MaskKind.DOCUMENTS and backend.varlen
+    return Block(
+        entry.mask,
+        entry.query_rows(packed=packed),
+        entry.key_rows(packed=packed),
+        backend,
+        spec.scale,
+        spec.softcap,
+        deterministic,
+    )
+
+
+def _stream_kind(batch: TokenBatch, spec: AttentionSpec, window: int | None) -> MaskKind:
+    """What the whole stream asks of a kernel."""
+    if window is not None:
+        return MaskKind.WINDOW
+    if len(batch.spans) > 1:
+        return MaskKind.DOCUMENTS
+    return MaskKind.CAUSAL if spec.causal else MaskKind.FULL
+
+
+def _equal(batch: TokenBatch) -> bool:
+    """Whether all documents have one length."""
+    return len({length for _, length in batch.spans}) <= 1
