@@ -11,11 +11,15 @@ Every file is replaced at once or appended by a single write: a crash leaves the
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from freight.train.metrics import read_metrics
+from freight.train.report_scales import Point
 
 State = Literal["running", "finished", "interrupted", "failed"]
 
@@ -64,3 +68,54 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+@dataclass
+class Run:
+    """What a run folder holds, as far as it is there."""
+
+    folder: Path
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[str] = field(default_factory=list)
+    config: str = ""
+
+    @classmethod
+    def read(cls, run_dir: Path | str) -> Run:
+        """Read the folder."""
+        folder = Path(run_dir)
+        return cls(
+            folder,
+            metrics=read_metrics(folder),
+            status=_json(folder / STATUS_FILE),
+            data=_json(folder / DATA_FILE),
+            environment=_json(folder / "environment.json"),
+            warnings=[json.loads(line) for line in _text(folder / WARNINGS_FILE).splitlines() if line.endswith("}")],
+            plan=[line for line in _text(folder / PLAN_FILE).splitlines() if line.strip()],
+            config=_text(folder / "config.yaml"),
+        )
+
+    def points(self, key: str) -> list[Point]:
+        """`(step, value)` of one metric; the later line wins where a step stands twice."""
+        found = {float(record["step"]): float(record[key]) for record in self.metrics if key in record}
+        return sorted(found.items())
+
+    def values(self, key: str) -> list[float]:
+        """Finite values of one metric."""
+        return [value for _, value in self.points(key) if math.isfinite(value)]
+
+    @property
+    def skipped_steps(self) -> list[int]:
+        """Steps that updated nothing, because their gradients were not finite."""
+        return [int(step) for step, norm in self.points("train/grad_norm") if not math.isfinite(norm)]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(_text(path) or "{}")
