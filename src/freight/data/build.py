@@ -173,13 +173,12 @@ def check_against_file(config: DataConfig, file: PackedFile) -> None:
         ConfigError: All contradictions together, each with both values.
     """
     facts = file.metadata
-    faults = []
     written = config.packing.model_dump(exclude_unset=True, exclude_none=True) if config.packing else {}
-    for key in ("pack_size", "algorithm", "seed", "document_multiple"):
-        if written.get(key, facts[key]) != facts[key]:
-            faults.append(
-                f"`data.packing.{key}` is {written[key]}, but {file.path} was packed with {facts[key]}; leave it out."
-            )
+    faults = [
+        f"`data.packing.{key}` is {written[key]}, but {file.path} was packed with {facts[key]}; leave it out."
+        for key in ("pack_size", "algorithm", "seed", "document_multiple")
+        if written.get(key, facts[key]) != facts[key]
+    ]
     if "window_documents" in written:
         faults.append(f"`data.packing.window_documents` has no effect on the packed file {file.path}; leave it out.")
     lengths = {facts["sequence_length"], facts["pack_size"]}

@@ -190,7 +190,8 @@ def _open(path: Path) -> tuple[pa.Schema, pa.RecordBatchFileReader | pq.ParquetF
     try:
         if path.suffix == ".parquet":
             parquet = pq.ParquetFile(path)
-            return parquet.schema_arrow, parquet
+            # Parquet keeps the metadata twice, plainly and inside an encoded Arrow schema; the plain one counts.
+            return parquet.schema_arrow.with_metadata(parquet.metadata.metadata), parquet
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         return reader.schema, reader
     except (pa.ArrowException, OSError) as error:
