@@ -42,7 +42,7 @@ class Conversation:
     @property
     def held_out(self) -> bool:
         """Whether the module belongs to the held-out part."""
-        return hashlib.blake2b(self.module.encode(), digest_size=2).digest()[0] % HELD_OUT_SHARE == 0
+        return _digest(self.module)[0] % HELD_OUT_SHARE == 0
 
     def record(self) -> dict[str, object]:
         """The chat record, as `messages`."""
@@ -72,6 +72,8 @@ def standard_library(root: Path | None = None) -> Iterator[Conversation]:
 def write_conversations(folder: Path) -> tuple[Path, Path]:
     """Write `train.jsonl` and `heldout.jsonl`.
 
+    The held-out file is in the order of a hash, so that its first records are a fair sample of it.
+
     Returns:
         The two paths.
     """
@@ -79,10 +81,15 @@ def write_conversations(folder: Path) -> tuple[Path, Path]:
     parts: dict[bool, list[Conversation]] = {False: [], True: []}
     for conversation in standard_library():
         parts[conversation.held_out].append(conversation)
+    parts[True].sort(key=lambda c: _digest(f"{c.module}:{c.name}"))
     paths = folder / "train.jsonl", folder / "heldout.jsonl"
     for path, part in zip(paths, (parts[False], parts[True]), strict=True):
         path.write_text("".join(json.dumps(c.record(), ensure_ascii=False) + "\n" for c in part), encoding="utf-8")
     return paths
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def _module_name(relative: Path) -> str:

@@ -63,7 +63,7 @@ def export_model(
         CheckpointError: The folder is taken; no family fits; tensors are missing or of wrong shape; the disk is full.
     """
     output = Path(output).expanduser()
-    _check_output(output, force)
+    check_output(output, force)
     if dtype not in DTYPES:
         raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
     config = config_for(arch)
@@ -85,7 +85,12 @@ def export_model(
     return output
 
 
-def _check_output(output: Path, force: bool) -> None:
+def check_output(output: Path, force: bool) -> None:
+    """Refuse a folder that an export would destroy.
+
+    Raises:
+        CheckpointError: It exists and is not empty, unless it is an export and `force` is given.
+    """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").exists():

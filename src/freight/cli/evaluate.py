@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from freight.cli.exits import say
-from freight.cli.inputs import ModelPath, Overrides, kind_of, load_model, refuse_overrides
+from freight.cli.inputs import ModelPath, Overrides, load_model
 from freight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
     """Exact mean loss per label token, every document once; the same numbers packed or not."""
-    kind = kind_of(model)
-    refuse_overrides(overrides, kind)
-    decoder, tokenizer, config = load_model(model, kind, overrides)
+    decoder, tokenizer, config = load_model(model, overrides)
     from freight.data.build import open_rows
     from freight.data.loader import evaluation_batches
     from freight.train.console import Progress

@@ -20,7 +20,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder: weights, config, tokenizer, chat template."""
-    from freight.checkpoint.convert import convert_model
+    from freight.assemble.stored_model import convert_model
     from freight.train.console import Progress
 
     with Progress() as progress:

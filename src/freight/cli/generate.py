@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from freight.cli.exits import say
-from freight.cli.inputs import ModelPath, kind_of, load_model
+from freight.cli.inputs import ModelPath, load_model
 from freight.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def generate(
         got = "neither" if prompt is None else "both"
         raise ConfigError(f"exactly one of `--prompt` and `--chat` must be given; got {got}.")
     messages = _messages(chat) if chat is not None else None
-    decoder, tokenizer, _ = load_model(model, kind_of(model))
+    decoder, tokenizer, _ = load_model(model)
     from freight.train.generate import chat_ids, prompt_ids, stream_text
     from freight.train.generate import generate as continue_ids
 

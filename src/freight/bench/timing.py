@@ -1,0 +1,45 @@
+"""Fair timing on a shared machine: two sides alternate in one process, and the medians are compared.
+
+A machine that slows down for a while slows both sides. Only the ratio is worth quoting.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def alternating_medians(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int = 7,
+    warmup: int = 1,
+    wait: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Median seconds of each side, measured turn by turn.
+
+    Args:
+        sides: What to time, by name.
+        repeats: Measurements of each side.
+        warmup: Runs of each side before the first measurement.
+        wait: Called before a clock is read, to wait for a device; e.g. `torch.cuda.synchronize`.
+    """
+    for function in sides.values():
+        for _ in range(warmup):
+            function()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, function in sides.items():
+            seconds[name].append(_time(function, wait))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _time(function: Callable[[], object], wait: Callable[[], object] | None) -> float:
+    if wait is not None:
+        wait()
+    start = time.perf_counter()
+    function()
+    if wait is not None:
+        wait()
+    return time.perf_counter() - start
