@@ -18,7 +18,7 @@ from freight.errors import ConfigError
 def bench(
     name: Annotated[str | None, typer.Argument(help="Which one; none lists them.", show_default=False)] = None,
     options: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Options of the benchmark.", show_default=False)
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the benchmark.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Also print one line of JSON, the last line.")] = False,
 ) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example train.steps=10.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, for example train.steps=10.", show_default=False),
 ]
 ModelPath = Annotated[
     Path,

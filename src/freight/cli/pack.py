@@ -15,7 +15,8 @@ from freight.errors import ConfigError
 if TYPE_CHECKING:
     from freight.config.schema import Config, DataConfig
 
-Algorithm = Literal["first_fit_shuffle", "first_fit_decreasing", "best_fit_decreasing", "split", "none"]
+# In the schema's order: typing caches literals without regard to order, and messages list them.
+Algorithm = Literal["first_fit_decreasing", "first_fit_shuffle", "best_fit_decreasing", "none", "split"]
 Truncation = Literal["error", "drop", "cut_right", "cut_left", "drop_oldest_turns", "split"]
 
 

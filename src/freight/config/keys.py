@@ -62,6 +62,14 @@ def item_of(annotation: Any) -> Any:
     return None
 
 
+def value_of(annotation: Any) -> Any:
+    """Type of the values of the mapping with free keys among a field's alternatives; None if there is none."""
+    for member in alternatives(annotation):
+        if get_origin(member) is dict:
+            return get_args(member)[1]
+    return None
+
+
 def annotation_at(root: type[Section], path: Path) -> Any:
     """Type (bounds included) of what stands at a path; None where the schema knows nothing."""
     annotation: Any = root
@@ -71,7 +79,7 @@ def annotation_at(root: type[Section], path: Path) -> Any:
         else:
             section = section_in(annotation)
             field = fields_of(section).get(part) if section else None
-            annotation = None if field is None else with_bounds(field)
+            annotation = with_bounds(field) if field is not None else None if section else value_of(annotation)
         if annotation is None:
             return None
     return annotation

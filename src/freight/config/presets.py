@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -35,6 +36,7 @@ def preset(name: str) -> Architecture:
     return Architecture.model_validate(values)
 
 
+@cache
 def _all() -> dict[str, dict[str, Any]]:
     text = files("freight.config").joinpath("presets.yaml").read_text(encoding="utf-8")
     return {name: values for name, values in yaml.safe_load(text).items() if not name.startswith("_")}

@@ -36,17 +36,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({(error.strerror or '').lower()}). Give the path of a YAML config."
         ) from None
-    loader = _Loader(text)
     try:
-        value = loader.get_single_data()
+        value, duplicates = _parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_place(error)}: broken YAML: {_problem(error)}.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: broken YAML: {error}.") from None
-    finally:
-        loader.dispose()
-    if loader.duplicates:
-        raise ConfigError(*(f"{path}:{line}: key `{key}` stands twice. Keep one." for key, line in loader.duplicates))
+    if duplicates:
+        raise ConfigError(*(f"{path}:{line}: key `{key}` stands twice. Keep one." for key, line in duplicates))
     if value is None:
         raise ConfigError(f"{path}: empty. A config has the sections `model`, `data` and `train`.")
     if not isinstance(value, dict):
@@ -62,13 +59,9 @@ def read_value(text: str) -> Any:
     Raises:
         yaml.YAMLError: It is no YAML.
     """
-    loader = _Loader(text)
-    try:
-        value = loader.get_single_data()
-    finally:
-        loader.dispose()
-    if loader.duplicates:
-        raise yaml.YAMLError(f"key {loader.duplicates[0][0]} stands twice")
+    value, duplicates = _parse(text)
+    if duplicates:
+        raise yaml.YAMLError(f"key {duplicates[0][0]} stands twice")
     return value
 
 
@@ -110,6 +103,15 @@ _Loader.add_implicit_resolver(
     "!number", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 _Loader.add_constructor("!number", _Loader.construct_number)
+
+
+def _parse(text: str) -> tuple[Any, list[tuple[str, int]]]:
+    """The document, and the keys that stand twice with their lines."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data(), loader.duplicates
+    finally:
+        loader.dispose()
 
 
 def _place(error: yaml.YAMLError) -> str:

@@ -1,0 +1,150 @@
+"""Names of other trainers: read as ours with a notice, refused where they disagree or mean what is not there."""
+
+from __future__ import annotations
+
+import pytest
+from tests.config.example import example, put, write
+
+from freight.config.aliases import ALIASES, LACKING
+from freight.config.keys import known
+from freight.config.load import load_config
+from freight.config.schema import Config
+from freight.errors import ConfigError
+
+
+def loaded(folder, raw, *overrides, **options):
+    notices: list[str] = []
+    config = load_config(write(folder, raw), overrides, notice=notices.append, **options)
+    return config, notices
+
+
+def test_every_alias_names_a_key_that_exists_and_none_is_a_key_itself():
+    for name, alias in ALIASES.items():
+        path = tuple(alias.key.split("."))
+        assert known(Config, path) or path[-1] in ("per_device_train_batch_size", "gradient_accumulation_steps"), name
+        assert not known(Config, (name,)), name
+    assert not set(ALIASES) & set(LACKING)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["max_seq_length", "model.data.train_ds.max_seq_length", "data.max_seq_length", "max-seq-length", "cutoff_len"],
+)
+def test_a_name_is_understood_wherever_it_stands(tmp_path, spelling):
+    raw = example(tmp_path)
+    del raw["data"]["sequence_length"]
+    config, notices = loaded(tmp_path, put(raw, spelling, 32))
+    assert config.data.sequence_length == 32
+    assert notices == [f"`{spelling}` is read as `data.sequence_length: 32`."]
+
+
+def test_values_are_translated(tmp_path):
+    raw = example(tmp_path)
+    raw |= {
+        "bf16": False,
+        "lr_scheduler_type": "constant_with_warmup",
+        "optim": "adamw_torch_fused",
+        "answer_only_loss": False,
+        "query_pre_attn_scalar": 224,
+        "window_size": [3, 0],
+        "use_flash_attention": False,
+        "output_dir": str(tmp_path / "out"),
+        "save_total_limit": 5,
+    }
+    config, notices = loaded(tmp_path, raw)
+    assert config.train.precision == "fp32"
+    assert config.train.schedule.name == "constant"
+    assert config.data.train_on == "all"
+    assert config.model.attention_scale == pytest.approx(0.066815, abs=1e-6)
+    assert config.model.sliding_window == 4, "the window of Megatron leaves the token itself out"
+    assert config.attention.disable == ("flash", "flash_attn", "cudnn")
+    assert config.log.dir == str(tmp_path / "out")
+    assert config.checkpoint.keep == 5
+    assert len(notices) == 9
+
+
+def test_packing_by_other_names(tmp_path):
+    raw = example(tmp_path)
+    del raw["data"]["packing"]
+    config, _ = loaded(tmp_path, raw | {"packed_sequence": True, "packed_sequence_size": 256})
+    assert config.data.packing.pack_size == 256
+    config, _ = loaded(tmp_path, raw | {"sample_packing": True})
+    assert config.data.packing is not None
+    config, _ = loaded(tmp_path, raw | {"sample_packing": False})
+    assert config.data.packing is None
+
+
+def test_spellings_that_disagree_are_refused_and_those_that_agree_are_not(tmp_path):
+    with pytest.raises(ConfigError, match=r"`max_steps` 20 and `train.steps` 10 disagree"):
+        loaded(tmp_path, example(tmp_path) | {"max_steps": 20})
+    with pytest.raises(ConfigError, match="disagree"):
+        raw = example(tmp_path)
+        del raw["train"]["steps"]
+        loaded(tmp_path, raw | {"max_steps": 20, "train_iters": 30})
+    config, _ = loaded(tmp_path, example(tmp_path) | {"max_steps": 10})
+    assert config.train.steps == 10
+
+
+def test_a_value_without_a_meaning_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, example(tmp_path) | {"lr_scheduler_type": "polynomial", "window_size": [3, 3]})
+    assert "`lr_scheduler_type` (read as `train.schedule.name`) must be `cosine`" in caught.value.faults[0]
+    assert 'got "polynomial"' in caught.value.faults[0]
+    assert "`window_size` (read as `model.sliding_window`) must be [left, 0]; got [3, 3]." in caught.value.faults[1]
+
+
+def test_features_that_are_not_there_are_dropped_when_off_and_refused_when_on(tmp_path):
+    off = {"tp_size": 1, "gradient_checkpointing": False, "recompute_granularity": None, "fp16": False}
+    config, notices = loaded(tmp_path, example(tmp_path) | off)
+    assert config == loaded(tmp_path, example(tmp_path))[0]
+    assert len(notices) == 4
+    assert notices[0] == "`tp_size: 1` is dropped: tensor parallelism stays off."
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, example(tmp_path) | {"model.tensor_model_parallel_size": 2, "gradient_checkpointing": True})
+    assert sorted(caught.value.faults) == [
+        "`gradient_checkpointing` (activation recomputation) is not available in this version of Freight; got true; "
+        "remove it.",
+        "`model.tensor_model_parallel_size` (tensor parallelism) is not available in this version of Freight; got 2; "
+        "remove it.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "rows", "tokens"),
+    [
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}, 1, 16, 256),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}, 4, 64, 256),
+        ({"gradient_accumulation_steps": 8}, 1, 8, None),
+        ({"micro_batch_size": 2}, 1, 2, 256),
+        ({"micro_batch_size": 2, "global_batch_size": 64}, 1, 64, 256),
+    ],
+)
+def test_sizes_per_device_become_rows_and_tokens(tmp_path, changes, world, rows, tokens):
+    raw = example(tmp_path)
+    del raw["train"]["global_batch_size"]
+    config, notices = loaded(tmp_path, raw | changes, world_size=world)
+    assert config.train.global_batch_size == rows
+    assert config.train.micro_batch_tokens == tokens
+    assert f"= `train.micro_batch_tokens` {tokens or 128}" in notices[-1]
+
+
+def test_the_arithmetic_of_the_batch_is_printed(tmp_path):
+    raw = example(tmp_path)
+    del raw["train"]["global_batch_size"]
+    _, notices = loaded(tmp_path, raw | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8})
+    assert notices == [
+        "2 sequences x 128 tokens = `train.micro_batch_tokens` 256; 2 x 8 accumulation steps x 1 device = "
+        "`train.global_batch_size` 16 rows."
+    ]
+
+
+def test_a_batch_that_disagrees_with_its_parts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"gives `train.global_batch_size` 16, but it is written as 4"):
+        loaded(tmp_path, example(tmp_path) | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8})
+    with pytest.raises(ConfigError, match=r"`per_device_train_batch_size` must be an integer of at least 1; got 0"):
+        loaded(tmp_path, example(tmp_path) | {"per_device_train_batch_size": 0})
+
+
+def test_unknown_names_are_not_guessed(tmp_path):
+    with pytest.raises(ConfigError, match="`max_sequence_length` is not a key of Freight"):
+        loaded(tmp_path, example(tmp_path) | {"max_sequence_length": 3})
