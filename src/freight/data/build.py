@@ -13,6 +13,7 @@ from freight.data.documents import Documents
 from freight.data.packed_file import SUFFIXES, FileRows, PackedFile, is_packed, read_metadata
 from freight.data.packing import check_pack_size
 from freight.data.rows import DocumentRows, RowSource
+from freight.data.template import load_chat_template
 from freight.data.tokenise import tokenise
 from freight.data.tokenizer import tokenizer_hash
 from freight.errors import ConfigError, DataError
@@ -52,9 +53,8 @@ def open_rows(
     path = packed_path(config, which)
     if path is not None:
         file = PackedFile(path)
-        hash_ = None if tokenizer is None else tokenizer_hash(tokenizer)
-        file.check_model(tokenizer_hash=hash_, template_hash=None, vocab_size=vocab_size)
         check_against_file(config, file)
+        _check_model(config, file, tokenizer, vocab_size)
         return FileRows(file, seed, shuffle=config.shuffle and which == "train")
     check_sizes(config, pack_size_of(config))
     sources = config.train if which == "train" else config.validation
@@ -164,6 +164,20 @@ def _file_in(path: Path, packing: PackingConfig | None) -> Path:
     names = ", ".join(file.name for file in files) or "none"
     size = f" with pack_size {wanted}" if wanted else ""
     raise DataError(f"{path}: {len(fitting)} packed files{size} in this folder ({names}); name one file.")
+
+
+def _check_model(
+    config: DataConfig, file: PackedFile, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> None:
+    if tokenizer is None:
+        file.check_model(tokenizer_hash=None, template_hash=None, vocab_size=vocab_size)
+        return
+    template = load_chat_template(tokenizer, config.chat_template, config.template_kwargs)
+    file.check_model(
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        template_hash=template.hash if template else None,
+        vocab_size=vocab_size,
+    )
 
 
 def check_against_file(config: DataConfig, file: PackedFile) -> None:

@@ -149,7 +149,7 @@ HEADINGS = ("pack_size", "algorithm", "documents", "rows", "n", "efficiency", "f
 LEFT_ALIGNED = 2  # of the headings; numbers stand to the right
 
 
-def table_lines(reports: Sequence[PackReport]) -> list[str]:
+def table(reports: Sequence[PackReport]) -> list[str]:
     """A heading and one line per packing, in columns that no terminal width cuts."""
     cells = [
         HEADINGS,
