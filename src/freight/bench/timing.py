@@ -14,7 +14,7 @@ def alternating_medians(
     sides: Mapping[str, Callable[[], object]],
     *,
     repeats: int = 7,
-    warmup: int = 1,
+    max_seconds: float = 60.0,
     wait: Callable[[], object] | None = None,
 ) -> dict[str, float]:
     """Median seconds of each side, measured turn by turn.
@@ -22,14 +22,16 @@ def alternating_medians(
     Args:
         sides: What to time, by name.
         repeats: Measurements of each side.
-        warmup: Runs of each side before the first measurement.
+        max_seconds: After 3 measurements of each side, no more are begun past this time.
         wait: Called before a clock is read, to wait for a device; e.g. `torch.cuda.synchronize`.
     """
     for function in sides.values():
-        for _ in range(warmup):
-            function()
+        function()  # allocations and kernel choices of a first run are not measured
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats):
+    begin = time.perf_counter()
+    for done in range(repeats):
+        if done >= 3 and time.perf_counter() - begin > max_seconds:
+            break
         for name, function in sides.items():
             seconds[name].append(_time(function, wait))
     return {name: statistics.median(values) for name, values in seconds.items()}

@@ -43,7 +43,7 @@ def benchmarks() -> list[str]:
     import freight.bench
 
     modules = [module.name for module in iter_modules(freight.bench.__path__)]
-    return [name for name in modules if name not in ("demo", "conversations")]
+    return [name for name in modules if name not in ("demo", "conversations", "timing")]
 
 
 def _first_line(name: str) -> str:

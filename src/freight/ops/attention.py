@@ -137,7 +137,6 @@ class LocalAttention:
         self.disabled = frozenset(disable) | missing_backends()
         self.deterministic = deterministic
 
-    @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Tensor:
         """Context of every token; 0 at padding.
 
@@ -151,17 +150,16 @@ class LocalAttention:
         Raises:
             ConfigError: No allowed kernel can do it.
         """
+        return _attend(self, q, k, v, batch, spec)
+
+    def schedule_of(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
+        """The microbatch's schedule, made by the first layer that asks for it."""
         shared = replace(spec, layer=0)  # layers differ in what they drop, which is no part of the schedule
         settings = (self.backend, self.disabled, self.deterministic)
         key = ("attention", settings, shared, q.dtype, q.shape[1:], k.shape[1:], q.device)
-        schedule = batch.cached(key, lambda: self.schedule(q, k, batch, spec))
-        dropout = None
-        if spec.dropout:
-            dropout = PairDropout(spec.dropout, (batch.seed, batch.step, batch.microbatch, spec.layer))
-        context, _ = BlockAttention.apply(q, k, v, schedule, dropout)  # pyright: ignore[reportGeneralTypeIssues]
-        return context
+        return batch.cached(key, lambda: self._schedule(q, k, batch, spec))
 
-    def schedule(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
+    def _schedule(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
         """The plan of one microbatch and the kernel of each of its blocks."""
         hardware = hardware_of(q.device)
         window = spec.window if spec.window is not None and spec.window < batch.max_seqlen else None
@@ -205,6 +203,18 @@ class LocalAttention:
             dropout=spec.dropout,
             deterministic=self.deterministic,
         )
+
+
+@torch.compiler.disable
+def _attend(core: LocalAttention, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Tensor:
+    """Outside compiled graphs: a plan is new integers every microbatch, and each would compile anew."""
+    dropout = None
+    if spec.dropout:
+        dropout = PairDropout(spec.dropout, (batch.seed, batch.step, batch.microbatch, spec.layer))
+    context, _ = BlockAttention.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        q, k, v, core.schedule_of(q, k, batch, spec), dropout
+    )
+    return context
 
 
 def _block(entry: PlanEntry, backend: Backend, spec: AttentionSpec, deterministic: bool) -> Block:
