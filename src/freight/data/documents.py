@@ -135,7 +135,10 @@ class InMemoryDocuments:
         self._origins = origins
         self._sources = sources
         self.lengths = np.array([len(document) for document in documents], dtype=np.int32)
-        self.fingerprint = fingerprint_of(documents)
+        fingerprint = Fingerprint()
+        for document in documents:
+            fingerprint.add(document)
+        self.fingerprint = fingerprint.text()
         longest = int(self.lengths.max(initial=0))
         self.metadata: dict[str, Any] = {
             "tokenizer_hash": "",
@@ -176,11 +179,18 @@ def totals(documents: Sequence[Document]) -> dict[str, int]:
     }
 
 
-def fingerprint_of(documents: Sequence[Document]) -> str:
-    """BLAKE2b over ids, masks and tail labels, in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for document in documents:
-        digest.update(np.array([len(document), document.tail_label], dtype="<i8").tobytes())
-        digest.update(document.ids.astype("<i4").tobytes())
-        digest.update(np.packbits(document.loss_mask).tobytes())
-    return digest.hexdigest()
+class Fingerprint:
+    """Digest of documents in order, one at a time; equal documents in memory or on disk have the same."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, document: Document) -> None:
+        """Take in the next document."""
+        self._digest.update(np.array([len(document), document.tail_label], dtype="<i8").tobytes())
+        self._digest.update(document.ids.astype("<i4").tobytes())
+        self._digest.update(np.packbits(document.loss_mask).tobytes())
+
+    def text(self) -> str:
+        """The digest so far."""
+        return self._digest.hexdigest()

@@ -43,12 +43,22 @@ class PromptCompletion:
     prompt: str
     completion: str
 
+    @property
+    def texts(self) -> list[str]:
+        """Its texts, as the record has them."""
+        return [self.prompt, self.completion]
+
 
 @dataclass(frozen=True)
 class Text:
     """Plain text, all of it supervised."""
 
     text: str
+
+    @property
+    def texts(self) -> list[str]:
+        """Its text, as the record has it."""
+        return [self.text]
 
 
 Sample = Conversation | PromptCompletion | Text

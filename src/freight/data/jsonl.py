@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from freight.data.records import RAW_LIMIT, Place, RawRecord, Reason, RecordFault, shorten
+from freight.data.records import Place, RawRecord, Reason, RecordFault, shorten
 from freight.data.strict_json import EXCERPT, ParsedFault, StrictDecoder, syntax_fault
 from freight.errors import DataError
 
@@ -78,7 +78,7 @@ def read_json_array(path: Path) -> Iterator[RawRecord]:
             value, fault = None, error
         except json.JSONDecodeError as error:
             raise DataError(f"{place}: {syntax_fault(text, error.pos, error.msg)}; fix the file") from None
-        raw = text[start : min(position, start + RAW_LIMIT)].encode("utf-8")
+        raw = text[start:position].encode("utf-8")
         yield RawRecord(place, value, fault, raw, len(content) * position // max(1, len(text)))
         position = skip_space(text, position)
         if text.startswith(",", position):

@@ -49,6 +49,11 @@ class Conversation:
         """Indices of assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
+    @property
+    def texts(self) -> list[str]:
+        """Contents, as the record has them."""
+        return [message["content"] for message in self.messages]
+
     def without(self, start: int, stop: int) -> Conversation:
         """The conversation without messages `[start, stop)`."""
         return Conversation(

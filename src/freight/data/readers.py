@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freight.data.jsonl import decode_utf8, read_json_array, read_jsonl, without_mark
-from freight.data.records import RAW_LIMIT, Place, RawRecord, RecordFault
+from freight.data.records import Place, RawRecord, RecordFault
 from freight.errors import DataError
 
 KINDS = {
@@ -71,4 +71,4 @@ def read_text(path: Path) -> Iterator[RawRecord]:
         value, fault = {"text": decode_utf8(without_mark(content, path))}, None
     except RecordFault as error:
         value, fault = None, error
-    yield RawRecord(place, value, fault, content[:RAW_LIMIT], len(content))
+    yield RawRecord(place, value, fault, content, len(content))

@@ -1,0 +1,129 @@
+"""From sources to tokenised documents, once: the result is cached under a key of everything that decides it.
+
+Runs in one process, before any process group exists, so no collective ever waits for it. With `cache_dir: null`
+documents stay in memory and nothing but rejects is written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from freight.config.schema import DataConfig, Source
+from freight.data.cache_key import cache_key, hash_files
+from freight.data.document_builder import DocumentBuilder, Job, Progress
+from freight.data.documents import Documents
+from freight.data.rejects import rejects_name
+from freight.data.sources import SourceFiles, resolve_sources
+from freight.data.template import load_chat_template
+from freight.data.token_store import ArrowSink, MemorySink, StoredDocuments, publish
+from freight.errors import DataError
+
+
+def tokenise(
+    sources: str | Sequence[str | Source],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    output_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Documents:
+    """Tokenise sources, or open them from the cache.
+
+    Args:
+        sources: `data.train` or `data.validation`.
+        config: Formats, rules and limits.
+        tokenizer: From `load_tokenizer`.
+        vocab_size: Rows of the model's embedding; every id must be below.
+        output_dir: Gets `rejects-<source>.jsonl` for sources that have rejects; created if needed.
+        progress: Told of bytes done and in all.
+
+    Returns:
+        Documents in the order of the sources. `metadata` also has `records_read`, `records_used`, `supervised_share`,
+        `length_quantiles`, `straddling_tokens`, `trailing_unsupervised`, `documents_cut`, `tokens_cut`,
+        `tokens_dropped`, `ignored_keys`, `notices` and `warnings`.
+
+    Raises:
+        DataError: Anything that makes a record, and so the run, unusable.
+    """
+    resolved = resolve_sources(sources, config)
+    template = load_chat_template(tokenizer, config.chat_template, config.template_kwargs)
+    if template and template.has_generation and config.assistant_start:
+        raise DataError("data.assistant_start has no effect: the template marks generation itself; leave it out")
+    job = Job(resolved, config, tokenizer, template, vocab_size, progress or (lambda done, total, what: None))
+    if config.cache_dir is None:
+        return build_in_memory(job, output_dir)
+    return build_cached(job, Path(config.cache_dir).expanduser() / "tokenized", output_dir)
+
+
+def build_in_memory(job: Job, output_dir: Path | None) -> Documents:
+    """Tokenise without a cache; rejects go where they belong at once."""
+    place_rejects(job.sources, None, output_dir)
+    sink = MemorySink()
+    builder = DocumentBuilder(job, sink, output_dir)
+    builder.run()
+    return sink.documents(builder.files, builder.metadata(hash_files(job.sources)))
+
+
+def build_cached(job: Job, folder: Path, output_dir: Path | None) -> Documents:
+    """Open the cache's entry, after making it if there is none."""
+    hashes = hash_files(job.sources)
+    final = folder / cache_key(job.sources, hashes, job.config, job.tokenizer, job.template, job.vocab_size)
+    documents = open_stored(final)
+    if documents is None:
+        build_entry(job, final, hashes, output_dir)
+        documents = StoredDocuments(final)
+    place_rejects(job.sources, final, output_dir)
+    return documents
+
+
+def build_entry(job: Job, final: Path, hashes: dict[Path, str], output_dir: Path | None) -> None:
+    """Tokenise into a temporary folder and rename it.
+
+    Raises:
+        DataError: The cache cannot be written, or the data cannot be used; nothing is left in the cache then.
+    """
+    temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir {final.parent.parent}: {error.strerror}; set data.cache_dir elsewhere"
+        ) from None
+    sink = ArrowSink(temporary, job.vocab_size)
+    try:
+        builder = DocumentBuilder(job, sink, temporary)
+        builder.run()
+        sink.finish(builder.files, builder.metadata(hashes))
+        publish(temporary, final)
+    except BaseException:
+        place_rejects(job.sources, temporary, output_dir)
+        sink.abort()
+        raise
+
+
+def open_stored(folder: Path) -> StoredDocuments | None:
+    """The entry, if it is there and whole; a damaged one is removed."""
+    if not folder.exists():
+        return None
+    try:
+        return StoredDocuments(folder)
+    except (OSError, ValueError, KeyError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+def place_rejects(sources: list[SourceFiles], origin: Path | None, folder: Path | None) -> None:
+    """Bring rejects files from a cache entry to the output folder, and remove those of an earlier run."""
+    if folder is None:
+        return
+    for name in (rejects_name(source.name) for source in sources):
+        (folder / name).unlink(missing_ok=True)
+        if origin is not None and (origin / name).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(origin / name, folder / name)
