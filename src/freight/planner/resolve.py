@@ -83,7 +83,8 @@ class Plan:
         total_steps: Optimizer steps; None while epochs need the data.
         decaying: Weights under weight decay.
         not_decaying: Norms and biases.
-        attention: Kernels of the longest block.
+        attention: Kernels of the longest document alone.
+        packed_attention: Kernels of a row of several documents.
         data: What is known of the data.
     """
 
@@ -97,6 +98,7 @@ class Plan:
     decaying: Group
     not_decaying: Group
     attention: Choice
+    packed_attention: Choice
     hardware: Hardware
     data: DataFacts | None
 
@@ -158,15 +160,10 @@ def resolve(
         ConfigError: All faults.
     """
     found = [*faults(config), *architecture_faults(arch), *fit_faults(config, arch)]
-    attention = None
+    attention: tuple[Choice, Choice] | None = None
     if not found:
         try:
-            attention = choose_backend(
-                hardware,
-                longest_block(config, arch),
-                backend=config.attention.backend,
-                disabled={*config.attention.disable, *missing_backends()},
-            )
+            attention = (_kernels(config, arch, hardware, packed=False), _kernels(config, arch, hardware, packed=True))
         except ConfigError as error:
             found += error.faults
     rows = None if found else _rows_per_step(config, data)
@@ -188,27 +185,31 @@ def resolve(
         total_steps=steps,
         decaying=decaying,
         not_decaying=not_decaying,
-        attention=attention,
+        attention=attention[0],
+        packed_attention=attention[1],
         hardware=hardware,
         data=data,
     )
 
 
-def longest_block(config: Config, arch: Architecture) -> Request:
-    """What attention asks for one document of the full length."""
+def _kernels(config: Config, arch: Architecture, hardware: Hardware, *, packed: bool) -> Choice:
+    """The kernels of one document of the full length, or of several documents in a row."""
     length = config.data.sequence_length
-    return Request(
+    request = Request(
         dtype=DTYPES[config.train.precision],
         head_dim=arch.dims_per_head,
         num_heads=arch.num_attention_heads,
         num_query_groups=arch.groups,
         tokens_q=length,
         tokens_k=length,
-        kind=MaskKind.CAUSAL,
+        kind=MaskKind.DOCUMENTS if packed else MaskKind.CAUSAL,
+        equal_lengths=not packed,
         softcap=arch.attention_softcap,
         dropout=arch.attention_dropout,
         deterministic=config.attention.deterministic,
     )
+    disabled = {*config.attention.disable, *missing_backends()}
+    return choose_backend(hardware, request, backend=config.attention.backend, disabled=disabled)
 
 
 def _rows_per_step(config: Config, data: DataFacts | None) -> int | None:
@@ -275,11 +276,17 @@ def _model_words(plan: Plan) -> Iterator[str]:
     )
     dtype = plan.config.train.precision
     where = plan.hardware.device + (f" sm{plan.hardware.capability}" if plan.hardware.capability else "")
-    forward, backward = plan.attention.forward.name, plan.attention.backward.name
-    kernels = f"{forward} forward and backward" if forward == backward else f"{forward} forward, {backward} backward"
+    packed = (
+        f"; {plan.packed_attention.forward.name} for packed rows" if plan.packed_attention != plan.attention else ""
+    )
     window = f"; window {arch.sliding_window}" if arch.sliding_window else ""
     kind = f"({dtype}, head_dim {arch.dims_per_head}, {where})"
-    yield f"attention: {kernels} {kind}{window}; documents never see each other"
+    yield f"attention: {_kernel_words(plan.attention)} {kind}{packed}{window}; documents never see each other"
+
+
+def _kernel_words(choice: Choice) -> str:
+    forward, backward = choice.forward.name, choice.backward.name
+    return f"{forward} forward and backward" if forward == backward else f"{forward} forward, {backward} backward"
 
 
 def _data_words(plan: Plan) -> Iterator[str]:
@@ -290,7 +297,8 @@ def _data_words(plan: Plan) -> Iterator[str]:
     elif algorithm(config.data) == "none":
         how = "one document per row, the rest padding"
     else:
-        how = f"packed by {algorithm(config.data)}"
+        by_format = packing is not None and packing.algorithm is None and config.data.format == "auto"
+        how = f"packed by {algorithm(config.data)}{' (text: split)' if by_format else ''}"
     yield f"rows: {plan.pack_size:,} tokens, {how}; documents up to {config.data.sequence_length:,} tokens"
     if data is not None:
         yield (
@@ -314,9 +322,9 @@ def _step_words(plan: Plan) -> Iterator[str]:
         filler = f", {plan.filler_rows} of them filler without labels" if plan.filler_rows else ""
         slots = plan.rows_per_step + plan.filler_rows
         yield (
-            f"step: {plan.rows_per_step:,} rows x {plan.pack_size:,} tokens = {plan.tokens_per_step:,} tokens; "
-            f"{plan.microbatches_per_step:,} microbatches x {plan.rows_per_microbatch:,} rows{ranks} = {slots:,} rows"
-            f"{filler}; a microbatch is {plan.micro_batch_tokens:,} tokens"
+            f"step: {_many(plan.rows_per_step, 'row')} x {plan.pack_size:,} tokens = {plan.tokens_per_step:,} tokens; "
+            f"{_many(plan.microbatches_per_step, 'microbatch')} x {_many(plan.rows_per_microbatch, 'row')}{ranks} = "
+            f"{_many(slots, 'row')}{filler}; a microbatch is {plan.micro_batch_tokens:,} tokens"
         )
     yield f"run: {_run_length(plan)}"
 
@@ -385,6 +393,11 @@ def _recipe(plan: Plan) -> Iterator[str]:
         yield cut[config.data.truncation]
     if config.data.on_bad_record == "skip":
         yield "bad records are skipped"
+
+
+def _many(number: int | None, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def count(number: int) -> str:
