@@ -35,7 +35,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the four shapes.
 
     Args:
-        options: `repeats` (default 5; fewer where a run takes long), `dtype` (`bf16` or `fp32`), `device` (`cpu` or `cuda`).
+        options: `repeats` (default 5; fewer where a run takes long), `dtype` (`bf16` or `fp32`), `device` (`cpu` or
+            `cuda`).
 
     Returns:
         `ratio_packed_64`, `ratio_packed_mixed`, `ratio_2048`, `ratio_8192`: torch's time over Freight's, and the

@@ -23,8 +23,8 @@ class LayoutKind(StrEnum):
     """How a row is dealt out to P ranks.
 
     `contiguous`: rank r holds the r-th of P equal pieces. `zigzag`: of 2P equal pieces, rank r holds r and 2P-1-r,
-    which gives every rank the same causal work. `zigzag_document`: the same inside every document. `interleaved`: rank r
-    holds the r-th of P pieces of every chunk.
+    which gives every rank the same causal work. `zigzag_document`: the same inside every document. `interleaved`:
+    rank r holds the r-th of P pieces of every chunk.
     """
 
     CONTIGUOUS = "contiguous"
