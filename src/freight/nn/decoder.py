@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from freight.config.architecture import Architecture
 from freight.nn.block import Block, PlainRunner
 from freight.nn.linear import Linear
 from freight.nn.loss_head import ChunkedLossHead
 from freight.nn.norm import build_norm
+from freight.ops.attention import LocalAttention
 from freight.ops.batch import TokenBatch
+from freight.ops.embedding import embedding
 from freight.ops.protocols import AttentionCore, BlockRunner, LossHead
 
 
@@ -43,17 +44,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch = arch
         self.loss_head: LossHead = loss_head or ChunkedLossHead(softcap=arch.final_softcap)
-        if core is None:
-            from freight.ops.attention import LocalAttention  # noqa: PLC0415
-
-            core = LocalAttention()
+        attention: AttentionCore = core or LocalAttention()  # pyright: ignore[reportAssignmentType] (eager under compile)
         runner = runner or PlainRunner()
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size, _weight=_unset(arch.vocab_size, arch))
         self.embed_positions: nn.Embedding | None = None
         if arch.position_embedding == "learned":
             rows = arch.max_position_embeddings
             self.embed_positions = nn.Embedding(rows, arch.hidden_size, _weight=_unset(rows, arch))
-        self.layers = nn.ModuleList(Block(arch, layer, core, runner) for layer in range(arch.num_layers))
+        self.layers = nn.ModuleList(Block(arch, layer, attention, runner) for layer in range(arch.num_layers))
         self.norm = build_norm(arch)
         self.head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size, bias=False)
 
@@ -74,12 +72,12 @@ class Decoder(nn.Module):
 
     def embed(self, batch: TokenBatch) -> Tensor:
         """Input of the first block, `[tokens, hidden]`."""
-        hidden = F.embedding(batch.input_ids, self.embed_tokens.weight)
+        hidden = embedding(batch.input_ids, self.embed_tokens.weight)
         if self.arch.embedding_scale is not None:
             # A tensor of hidden's dtype: models that scale were trained with the factor rounded to it.
             hidden = hidden * torch.full((), self.arch.embedding_scale, dtype=hidden.dtype, device=hidden.device)
         if self.embed_positions is not None:
-            hidden = hidden + F.embedding(batch.position_ids, self.embed_positions.weight)
+            hidden = hidden + embedding(batch.position_ids, self.embed_positions.weight)
         return hidden
 
     @property

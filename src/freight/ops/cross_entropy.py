@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from freight.ops.batch import IGNORE_INDEX
-from freight.ops.linear import fast_bf16, matmul_float32
+from freight.ops.linear import bf16_units, matmul_float32
 from freight.ops.protocols import LossSums
 
 
@@ -77,7 +77,8 @@ def token_losses(
         float32 `[tokens]` (float64 for float64), without a graph.
     """
     rows = _labelled(labels)
-    _, nll = _run_chunks(hidden, weight, labels, rows, _Recipe(chunk_tokens, softcap, 0.0, None), None, None)
+    with bf16_units(hidden):
+        _, nll = _run_chunks(hidden, weight, labels, rows, _Recipe(chunk_tokens, softcap, 0.0, None), None, None)
     return nll.new_zeros(labels.shape[0]).index_copy_(0, rows, nll)
 
 
@@ -95,9 +96,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = (with_grad and need for need in ctx.needs_input_grad[:2])
         d_hidden = hidden.new_zeros(rows.shape[0], hidden.shape[1], dtype=dtype) if needs_hidden else None
         d_weight = weight.new_zeros(weight.shape, dtype=dtype) if needs_weight else None
-        objective, nll = (x.sum() for x in _run_chunks(hidden, weight, labels, rows, recipe, d_hidden, d_weight))
+        with bf16_units(hidden):
+            objective, nll = _run_chunks(hidden, weight, labels, rows, recipe, d_hidden, d_weight)
         ctx.save_for_backward(rows, d_hidden, d_weight)
         ctx.like = (hidden.shape, hidden.dtype, weight.dtype)
+        objective, nll = objective.sum(), nll.sum()
         ctx.mark_non_differentiable(nll)
         return objective, nll
 
@@ -128,8 +131,8 @@ def _run_chunks(
     objective, nll = hidden.new_zeros(2, rows.shape[0], dtype=dtype)
     if not rows.shape[0]:
         return objective, nll
-    if not fast_bf16(hidden.device):
-        weight = weight.to(dtype)
+    if hidden.device.type == "cpu":
+        weight = weight.to(dtype)  # here, not in every chunk
     num_chunks = -(-rows.shape[0] // recipe.chunk_tokens)
     longest = -(-rows.shape[0] // num_chunks)
     buffer = torch.empty(longest, weight.shape[0], dtype=dtype, device=hidden.device)
@@ -181,10 +184,10 @@ def _chunk_losses(logits: Tensor, labels: Tensor, recipe: _Recipe) -> _Chunk:
     objective = target * (smoothing - 1)
     if smoothing:
         objective -= smoothing * logits.mean(-1, keepdim=True)
-    largest, place = logits.max(-1, keepdim=True)
+    largest = logits.amax(-1, keepdim=True)
     probabilities = torch.softmax(logits, -1, out=logits)
     # The largest probability is at least 1 / vocab: its logarithm never underflows, as the label's could.
-    lse = largest - probabilities.gather(-1, place).log_()
+    lse = largest - probabilities.amax(-1, keepdim=True).log_()
     objective += lse
     if recipe.z_loss_coeff is not None:
         objective += recipe.z_loss_coeff * lse.square()

@@ -8,6 +8,8 @@ is `F.linear`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -64,6 +66,23 @@ class _UpcastLinear(torch.autograd.Function):
             (grad.t() @ x.float()).to(weight.dtype) if needs_weight else None,
             grad.sum(0).to(ctx.bias_dtype) if needs_bias else None,
         )
+
+
+@contextmanager
+def bf16_units(operand: Tensor) -> Iterator[None]:
+    """While open, float32 GEMMs of a CPU may round their operands to bfloat16, if `operand` is bfloat16 already.
+
+    That is what a GEMM with bfloat16 operands and a float32 result is on such a CPU: no other op gives one. Does
+    nothing where there is no bfloat16 arithmetic.
+    """
+    matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = matmul.fp32_precision
+    if operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _cpu_has_bf16():
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def matmul_float32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

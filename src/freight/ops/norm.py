@@ -43,33 +43,22 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offse
     return _LayerNorm.apply(x, weight, bias, eps, offset)  # pyright: ignore[reportReturnType]
 
 
-def _scale(weight: Tensor, dtype: torch.dtype, offset: bool) -> Tensor:
-    return weight.to(dtype) + 1 if offset else weight.to(dtype)
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in `dtype` that may be overwritten."""
-    return x.to(dtype, copy=True)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse_rms(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype), x.shape[-1], eps)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
-        return (x * inverse).mul_(_scale(weight, dtype, offset)).to(x.dtype)
+        return _copy(x, dtype).mul_(inverse).mul_(_scale(weight, dtype, offset)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, inverse = ctx.saved_tensors
-        scale = _scale(weight, inverse.dtype, ctx.offset)
-        normed = x * inverse
-        grad = _as(grads[0], inverse.dtype)
-        return (*_finish(ctx, grad, normed, inverse, scale, weight, centre=False), None, None)
+        x, _, inverse = ctx.saved_tensors
+        normed = _copy(x, inverse.dtype).mul_(inverse)
+        d_x, d_weight = _gradients(ctx, grads[0].to(inverse.dtype), normed, centre=False)
+        return d_x, d_weight, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -77,39 +66,52 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         mean = x.mean(-1, keepdim=True, dtype=dtype)
-        centred = x - mean
-        norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        centred = _copy(x, dtype).sub_(mean)
+        inverse = _inverse_rms(torch.linalg.vector_norm(centred, dim=-1, keepdim=True), x.shape[-1], eps)
+        ctx.save_for_backward(x, weight, inverse, mean)
         ctx.offset = offset
+        ctx.bias_dtype = None if bias is None else bias.dtype
         out = centred.mul_(inverse).mul_(_scale(weight, dtype, offset))
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, mean, inverse = ctx.saved_tensors
-        scale = _scale(weight, inverse.dtype, ctx.offset)
-        normed = (x - mean).mul_(inverse)
-        grad = _as(grads[0], inverse.dtype)
-        d_bias = None
-        if bias is not None and ctx.needs_input_grad[2]:
-            d_bias = grad.flatten(0, -2).sum(0).to(bias.dtype)
-        d_x, d_weight = _finish(ctx, grad, normed, inverse, scale, weight, centre=True)
+        x, _, inverse, mean = ctx.saved_tensors
+        normed = _copy(x, inverse.dtype).sub_(mean).mul_(inverse)
+        grad = grads[0].to(inverse.dtype)
+        d_x, d_weight = _gradients(ctx, grad, normed, centre=True)
+        d_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return d_x, d_weight, d_bias, None, None
 
 
-def _finish(
-    ctx: Any, grad: Tensor, normed: Tensor, inverse: Tensor, scale: Tensor, weight: Tensor, *, centre: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """`dx = (g - mean(g * n) n [- mean(g]) * inverse` with `g = grad * scale`; overwrites `grad` and `normed`."""
-    d_weight = None
-    if ctx.needs_input_grad[1]:
-        d_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy that may be overwritten: faster than an op on mixed dtypes."""
+    return x.to(dtype, copy=True)
+
+
+def _scale(weight: Tensor, dtype: torch.dtype, offset: bool) -> Tensor:
+    return weight.to(dtype) + 1 if offset else weight.to(dtype)
+
+
+def _inverse_rms(norm: Tensor, size: int, eps: float) -> Tensor:
+    """`1 / sqrt(norm^2 / size + eps)`; overwrites `norm`."""
+    return norm.square_().div_(size).add_(eps).rsqrt_()
+
+
+def _gradients(ctx: Any, grad: Tensor, normed: Tensor, *, centre: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Of input and weight, from n = `normed`, which is `x` (centred or not) times `inverse`.
+
+    `dw = sum_rows(g n)`, `dx = (g w - n mean(g w n) [- mean(g w)]) inverse`; one product serves both.
+    """
+    x, weight, inverse, *_ = ctx.saved_tensors
+    scale = _scale(weight, inverse.dtype, ctx.offset)
+    product = grad * normed
+    d_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
     if not ctx.needs_input_grad[0]:
         return None, d_weight
-    grad.mul_(scale)
-    share = torch.linalg.vecdot(grad, normed).unsqueeze(-1).div_(-grad.shape[-1])
+    share = (product @ scale).unsqueeze(-1).div_(-scale.shape[0])
+    d_x = torch.mul(grad, scale, out=product)
     if centre:
-        grad.sub_(grad.mean(-1, keepdim=True))
-    return grad.addcmul_(normed, share).mul_(inverse).to(ctx.saved_tensors[0].dtype), d_weight
+        d_x.sub_(d_x.mean(-1, keepdim=True))
+    return d_x.addcmul_(normed, share).mul_(inverse).to(x.dtype), d_weight
