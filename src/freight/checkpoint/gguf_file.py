@@ -35,18 +35,20 @@ GEMMA2_27B_LAYERS = 46  # its query scale comes from hidden / heads, which only 
 
 
 class _HeaderReader(GGUFReader):
-    """Steps over arrays of texts (vocabulary, merges) without an object for each."""
+    """Steps over arrays (vocabulary, merges, token types) without an object for each entry."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if GGUFValueType(raw_type) == GGUFValueType.ARRAY:
-            buffer = self.data.data
-            kind, count = struct.unpack_from("<IQ", buffer, orig_offs)
-            if kind == GGUFValueType.STRING:
-                offset = orig_offs + 12
-                for _ in range(count):
-                    offset += 8 + struct.unpack_from("<Q", buffer, offset)[0]
-                return offset - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
-        return super()._get_field_parts(orig_offs, raw_type)
+        if GGUFValueType(raw_type) != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        buffer = self.data.data
+        kind, count = struct.unpack_from("<IQ", buffer, orig_offs)
+        offset = orig_offs + 12
+        if kind == GGUFValueType.STRING:
+            for _ in range(count):
+                offset += 8 + struct.unpack_from("<Q", buffer, offset)[0]
+        else:
+            offset += count * np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize
+        return offset - orig_offs, [], [], [GGUFValueType.ARRAY]
 
 
 class GgufFile:
@@ -136,7 +138,7 @@ class GgufFile:
         weights = dequantize(stored.data, stored.tensor_type)
         if stored.name != "output.weight":  # nothing to do, and GPT-2's processor would take it for attn_output
             weights = self._processor.process(weights, stored.name).weights
-        return torch.from_numpy(np.array(weights, dtype=np.float32))
+        return torch.from_numpy(np.require(weights, np.float32, ["C", "W"]))
 
     @cached_property
     def _processor(self) -> Any:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from freight.checkpoint.families import FAMILIES, Family, Key
 from freight.checkpoint.rope_keys import read_rope, relevant, write_rope
 from freight.config.architecture import Architecture
+from freight.config.model_checks import architecture_faults
 from freight.errors import CheckpointError
 
 
@@ -35,16 +36,21 @@ def architecture_from(config: Mapping[str, Any]) -> Architecture:
             raise CheckpointError(f"config.json: {family.name} with `{key}: {config[key]}` is not supported.")
     fields: dict[str, Any] = {"family": family.name, **family.fixed}
     for name, key in family.keys.items():
-        fields[name] = _value(config, key)
+        fields[name] = value = _value(config, key)
+        if isinstance(key.default, bool) and not isinstance(value, bool):
+            raise CheckpointError(f"config.json: `{key.name}` must be true or false; got {value!r}.")
     fields["activation"] = _activation(config, family)
     fields.update(_read_windows(config, family, fields["num_layers"]))
     if family.rotary:
         fields["rope"], fields["rope_sliding"] = read_rope(config, family)
     fields.update(_read_special(config, family, fields))
     try:
-        return Architecture(**fields)
+        arch = Architecture(**fields)
     except ValidationError as error:
         raise CheckpointError(f"config.json: {_first_fault(error, family)}") from None
+    if faults := architecture_faults(arch):
+        raise CheckpointError(f"config.json: {' '.join(faults)}")
+    return arch
 
 
 def config_for(arch: Architecture) -> dict[str, Any]:
@@ -169,7 +175,8 @@ def _write(arch: Architecture, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.name}
     explicit = {"num_query_groups": arch.groups, "head_dim": arch.dims_per_head}
     for name, key in family.keys.items():
-        config[key.name] = explicit.get(name, getattr(arch, name))
+        value = explicit.get(name, getattr(arch, name))
+        config[key.name] = bool(value) if isinstance(key.default, bool) else value
     spellings = family.activations.get(arch.activation) or next(iter(family.activations.values()))
     config[family.activation_key.name] = spellings[0]
     config.update(_write_windows(arch, family))

@@ -7,6 +7,7 @@ initialises. A folder with weights in a form that is not read (pickles, parts wi
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from freight.checkpoint.families import FAMILIES
 from freight.checkpoint.gguf_file import GgufFile
@@ -27,13 +28,7 @@ def read_architecture(path: str | Path) -> Architecture:
         CheckpointError: No such file; damaged; an unknown family; features that the decoder does not have.
     """
     path = Path(path).expanduser()
-    try:
-        if _is_gguf(path):
-            return architecture_from(GgufFile(path).config)
-        return architecture_from(read_json(_config_of(path)))
-    except CheckpointError as error:
-        text = str(error)
-        raise CheckpointError(text if str(path) in text else f"`{path}`: {text}") from None
+    return _architecture(path, GgufFile(path).config if _is_gguf(path) else read_json(_config_of(path)))
 
 
 def open_weights(path: str | Path, arch: Architecture) -> Weights | None:
@@ -50,15 +45,23 @@ def open_weights(path: str | Path, arch: Architecture) -> Weights | None:
         CheckpointError: Weights are missing, left over, damaged, of another shape, or pickled.
     """
     path = Path(path).expanduser()
-    stored = read_architecture(path)
     if _is_gguf(path):
         files = GgufFile(path)
-    elif path.is_file() or not has_weights(path):
-        return None
+        stored = _architecture(path, files.config)
     else:
+        stored = read_architecture(path)
+        if path.is_file() or not has_weights(path):
+            return None
         files = SafetensorsFolder(path)
-    family = FAMILIES[stored.family or "llama"]
-    return Weights(files, family, arch, stored.vocab_size, str(path))
+    assert stored.family is not None
+    return Weights(files, FAMILIES[stored.family], arch, stored.vocab_size, str(path))
+
+
+def _architecture(path: Path, config: dict[str, Any]) -> Architecture:
+    try:
+        return architecture_from(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"`{path}`: {error}") from None
 
 
 def _is_gguf(path: Path) -> bool:

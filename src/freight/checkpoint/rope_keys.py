@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from freight.checkpoint.families import Family
 from freight.config.architecture import RopeConfig, RopeScaling
 from freight.errors import CheckpointError
@@ -145,12 +147,12 @@ def _rope(table: Mapping[str, Any], config: Mapping[str, Any], family: Family) -
     percent = _number(table.get("partial_rotary_factor") or default_percent, "partial_rotary_factor")
     if percent != default_percent and family.rotary[1] == "partial_rotary_factor" and kind != "proportional":
         raise CheckpointError(f"config.json: {family.name} rotates whole heads; got `partial_rotary_factor` {percent}.")
-    return RopeConfig(
-        theta=_number(table.get("rope_theta") or DEFAULT_THETA, "rope_theta"),
-        percent=percent,
-        interleaved=False,
-        scaling=None if kind == "default" else _scaling(kind, table, config),
-    )
+    theta = _number(table.get("rope_theta") or DEFAULT_THETA, "rope_theta")
+    scaling = None if kind == "default" else _scaling(kind, table, config)
+    try:
+        return RopeConfig(theta=theta, percent=percent, interleaved=False, scaling=scaling)
+    except ValidationError as error:
+        raise CheckpointError(f"config.json: rotary embedding: {_fault(error)}.") from None
 
 
 def _scaling(kind: Any, table: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
@@ -179,7 +181,15 @@ def _scaling(kind: Any, table: Mapping[str, Any], config: Mapping[str, Any]) -> 
         values[key] = _number(values[key], key)
     if "original_max_position_embeddings" in values:
         values["original_max_position_embeddings"] = int(values["original_max_position_embeddings"])
-    return RopeScaling(type=kind, **values)
+    try:
+        return RopeScaling(type=kind, **values)
+    except ValidationError as error:
+        raise CheckpointError(f"config.json: rope type {kind}: {_fault(error)}.") from None
+
+
+def _fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    return f"`{fault['loc'][0]}`: {fault['msg']}; got {fault['input']!r}"
 
 
 def _table(mapping: Mapping[str, Any], key: str) -> dict[str, Any] | None:
