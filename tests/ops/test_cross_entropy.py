@@ -196,4 +196,4 @@ def test_unlabelled_rows_are_not_computed() -> None:
     labels[5] = 3
     with LargestTensor() as seen:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=64).objective.backward()
-    assert seen.largest_bytes < 2 * 64 * 8 * 4
+    assert seen.largest_bytes <= weight.nbytes < 64 * 300 * 4
