@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freight.data.documents import InMemoryDocuments, make_document
+from freight.data.file_rows import FileRows
 from freight.data.loader import StepLoader, evaluation_batches
-from freight.data.packed_file import FileRows, PackedFile, packed_metadata, write_packed
+from freight.data.packed_file import PackedFile, packed_metadata, write_packed
 from freight.data.packing import pack
 from freight.data.rows import DocumentRows
 from freight.errors import CheckpointError, ConfigError, DataError

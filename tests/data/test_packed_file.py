@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import freight.data.packed_file as packed_file
 from freight.data.documents import InMemoryDocuments, make_document
+from freight.data.file_rows import FileRows
 from freight.data.packed_file import (
-    FileRows,
     PackedFile,
     is_packed,
     packed_metadata,

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from freight.config.schema import DataConfig, PackingConfig
 from freight.data.documents import Documents
-from freight.data.packed_file import SUFFIXES, FileRows, PackedFile, is_packed, read_metadata
+from freight.data.file_rows import FileRows
+from freight.data.packed_file import SUFFIXES, PackedFile, is_packed, read_metadata
 from freight.data.packing import check_pack_size
 from freight.data.rows import DocumentRows, RowSource
 from freight.data.template import load_chat_template

@@ -7,7 +7,6 @@ whole state is one position. Workers are threads: building a batch is NumPy copy
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 
 from freight.data.microbatch import build_microbatch
 from freight.data.rows import RowSource
+from freight.data.step_plan import Cursor, StepPlan, StepPlanner
 from freight.errors import CheckpointError, ConfigError, DataError
 from freight.ops.batch import TokenBatch
 
@@ -49,42 +49,6 @@ class StepData:
     def efficiency(self) -> float:
         """Real tokens over tokens computed."""
         return self.num_tokens / sum(batch.tokens for batch in self.microbatches)
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Where the data stand: all of a loader's state.
-
-    Args:
-        step: The next step.
-        epoch: Epoch of the next row.
-        window: Window of the next row.
-        row: Number of the next row in its window.
-        epoch_rows: Rows consumed of this epoch.
-        consumed_samples: Rows consumed in all.
-        consumed_tokens: Real tokens consumed in all, on all ranks.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    window: int = 0
-    row: int = 0
-    epoch_rows: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-
-    def next_epoch(self) -> Cursor:
-        """The first row of the epoch after this one."""
-        return replace(self, epoch=self.epoch + 1, window=0, row=0, epoch_rows=0)
-
-
-@dataclass(frozen=True)
-class _StepPlan:
-    """The rows of a step, each `(epoch, window, number)`, and where the data stand after it, tokens not yet counted."""
-
-    step: int
-    rows: list[tuple[int, int, int]]
-    after: Cursor
 
 
 class StepLoader:
@@ -127,42 +91,37 @@ class StepLoader:
         steps: int | None = None,
         pad_rows: bool = True,
     ) -> None:
-        assert (epochs is None) != (steps is None), "either epochs or steps"
         check_micro_batch_tokens(micro_batch_tokens, rows.pack_size)
         self._rows = rows
         self._rows_per_step = rows_per_step
         self._rows_per_microbatch = micro_batch_tokens // rows.pack_size
         self._seed = seed
-        self._drop_last = drop_last
         self._data_ranks = data_ranks
         self._rank = rank
         self._num_workers = num_workers
         self._prefetch_batches = prefetch_batches
-        self._epochs = epochs
-        self._steps = steps
         self._pad_rows = pad_rows
+        self._planner = StepPlanner(rows, rows_per_step, drop_last=drop_last, epochs=epochs, steps=steps)
         self._cursor = Cursor()
         if drop_last and not self.steps_per_epoch:
             raise ConfigError(
-                f"0 steps per epoch: {self._limit(0):,} rows, global batch {rows_per_step:,} and `data.drop_last`. "
-                "Lower the global batch or set data.drop_last=false."
+                f"0 steps per epoch: {self._planner.rows_taken(0):,} rows, global batch {rows_per_step:,} and "
+                "`data.drop_last`. Lower the global batch or set data.drop_last=false."
             )
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of the first epoch; later ones may differ by a few, since they are packed anew."""
-        return self._steps_in(0)
+        return self._planner.steps_in(0)
 
     @property
     def total_steps(self) -> int:
         """Steps from the very first to the last, whatever was resumed. With `epochs`, packs every epoch to count."""
-        if self._steps is not None:
-            return self._steps
-        return sum(self._steps_in(epoch) for epoch in range(math.ceil(self._epochs or 0)))
+        return self._planner.total_steps
 
     def __iter__(self) -> Iterator[StepData]:
         """Steps from the present state on; the state moves when a step is handed out."""
-        plans = self._plans(self._cursor)
+        plans = self._planner.plans(self._cursor)
         built = map(self._build, plans) if not self._num_workers else self._prefetched(plans)
         for data, after, tokens in built:
             self._cursor = replace(after, consumed_tokens=self._cursor.consumed_tokens + tokens)
@@ -242,47 +201,7 @@ class StepLoader:
         sources = self._rows.metadata.get("sources", [])[:SOURCES_IN_STATE]
         return {str(source["path"]): str(source["hash"])[:8] for source in sources}
 
-    def _limit(self, epoch: int) -> int:
-        """Rows that are taken from an epoch."""
-        count = sum(self._rows.rows_in(epoch, window) for window in range(self._rows.num_windows))
-        if self._epochs is not None and epoch + 1 > self._epochs:
-            return math.ceil(count * max(0.0, self._epochs - epoch))
-        return count
-
-    def _steps_in(self, epoch: int) -> int:
-        whole, tail = divmod(self._limit(epoch), self._rows_per_step)
-        return whole + (tail > 0 and not self._drop_last)
-
-    def _finished(self, cursor: Cursor) -> bool:
-        """No row of the cursor's epoch is left."""
-        if cursor.window >= self._rows.num_windows:
-            return True
-        partial = self._epochs is not None and cursor.epoch + 1 > self._epochs
-        return partial and cursor.epoch_rows >= self._limit(cursor.epoch)
-
-    def _plans(self, cursor: Cursor) -> Iterator[_StepPlan]:
-        """The rows of each step from a cursor on; integers only."""
-        while self._steps is None or cursor.step < self._steps:
-            taken: list[tuple[int, int, int]] = []
-            while len(taken) < self._rows_per_step:
-                if self._finished(cursor):
-                    if taken and self._steps is None and not self._drop_last:
-                        break
-                    if self._drop_last:
-                        taken = []
-                    cursor = cursor.next_epoch()
-                    if self._epochs is not None and cursor.epoch >= self._epochs:
-                        return
-                elif cursor.row >= self._rows.rows_in(cursor.epoch, cursor.window):
-                    cursor = replace(cursor, window=cursor.window + 1, row=0)
-                else:
-                    taken.append((cursor.epoch, cursor.window, cursor.row))
-                    cursor = replace(cursor, row=cursor.row + 1, epoch_rows=cursor.epoch_rows + 1)
-            step = cursor.step
-            cursor = replace(cursor, step=step + 1, consumed_samples=cursor.consumed_samples + len(taken))
-            yield _StepPlan(step, taken, cursor)
-
-    def _prefetched(self, plans: Iterator[_StepPlan]) -> Iterator[tuple[StepData, Cursor, int]]:
+    def _prefetched(self, plans: Iterator[StepPlan]) -> Iterator[tuple[StepData, Cursor, int]]:
         """Steps built by threads ahead of use, in order; what a thread raises is raised here."""
         waiting: deque[Future[tuple[StepData, Cursor, int]]] = deque()
         with ThreadPoolExecutor(self._num_workers, "freight-loader") as pool:
@@ -297,7 +216,7 @@ class StepLoader:
                 for future in waiting:
                     future.cancel()
 
-    def _build(self, plan: _StepPlan) -> tuple[StepData, Cursor, int]:
+    def _build(self, plan: StepPlan) -> tuple[StepData, Cursor, int]:
         """This rank's microbatches of a step, where the data stand after it, and its real tokens over all ranks.
 
         Every rank reads all rows of the step, to know the global counts without a collective.
@@ -325,17 +244,10 @@ class StepLoader:
             num_targets=sum(row.num_targets for row in mine),
             num_tokens=sum(row.num_tokens for row in mine),
             num_documents=sum(len(row.lengths) for row in mine),
-            epoch=self._epochs_done(plan.after),
+            epoch=self._planner.epochs_done(plan.after),
             global_targets=sum(row.num_targets for row in rows),
         )
         return data, plan.after, sum(row.num_tokens for row in rows)
-
-    def _epochs_done(self, cursor: Cursor) -> float:
-        """Epochs behind a cursor, windows counted as equally large."""
-        if cursor.window >= self._rows.num_windows:
-            return cursor.epoch + 1.0
-        window = cursor.window + cursor.row / self._rows.rows_in(cursor.epoch, cursor.window)
-        return cursor.epoch + window / self._rows.num_windows
 
 
 def evaluation_batches(

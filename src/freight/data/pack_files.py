@@ -149,6 +149,8 @@ def _report(
         seed=seed,
         seconds=seconds,
         skipped=dict(documents.metadata["skipped"]),
+        tokens_cut=documents.metadata.get("tokens_cut", 0),
+        tokens_dropped=documents.metadata.get("tokens_dropped", 0),
         advice=advise(documents.lengths, rows.pack_size, seed, document_multiple=_multiple(config)) if advice else "",
     )
 

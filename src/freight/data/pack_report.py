@@ -39,6 +39,8 @@ class PackReport:
         speedup_over_padding: Tokens computed when each document is padded to `sequence_length`, over packed.
         speedup_over_longest: The same, padded to the expected longest of as many documents as share a row.
         skipped: Records left out, by reason.
+        tokens_cut: Tokens lost to truncation, of documents that were kept.
+        tokens_dropped: Tokens of documents that were left out for their length.
         advice: One sentence.
         output: The file, or empty.
         reused: The file was already there, with equal metadata.
@@ -63,6 +65,8 @@ class PackReport:
     speedup_over_padding: float
     speedup_over_longest: float
     skipped: dict[str, int] = field(default_factory=dict)
+    tokens_cut: int = 0
+    tokens_dropped: int = 0
     advice: str = ""
     output: str = ""
     reused: bool = False
@@ -77,7 +81,8 @@ class PackReport:
         cut = ", ".join(f"{reason} {count:,}" for reason, count in self.skipped.items() if count) or "nothing"
         return [
             f"document lengths: {quantiles}",
-            f"{self.share_above_half:.1%} of documents are longer than half a row; {self.pads:,} pads; left out: {cut}",
+            f"{self.share_above_half:.1%} of documents are longer than half a row; {self.pads:,} pads",
+            f"left out: {cut}; {self.tokens_cut:,} tokens cut, {self.tokens_dropped:,} dropped as too long",
             f"attention work: {self.attention_pairs / self.row_pairs:.1%} of full rows "
             f"({self.attention_pairs:.2e} of {self.row_pairs:.2e} pairs)",
             f"expected speed-up: {self.speedup_over_padding:.2f}x over padding to sequence_length, "
@@ -93,6 +98,8 @@ def measure(
     seed: int,
     seconds: float,
     skipped: dict[str, int] | None = None,
+    tokens_cut: int = 0,
+    tokens_dropped: int = 0,
     advice: str = "",
 ) -> PackReport:
     """Numbers of one packing.
@@ -104,6 +111,8 @@ def measure(
         seed: Seed of the plan.
         seconds: Time the packing took.
         skipped: Records left out, by reason.
+        tokens_cut: Tokens lost to truncation.
+        tokens_dropped: Tokens of documents too long to keep.
         advice: From `advise`.
     """
     spans = rows.lengths.astype(np.int64)
@@ -131,6 +140,8 @@ def measure(
         speedup_over_padding=len(lengths) * sequence_length / slots,
         speedup_over_longest=len(lengths) * expected_longest(lengths, per_row) / slots,
         skipped=skipped or {},
+        tokens_cut=tokens_cut,
+        tokens_dropped=tokens_dropped,
         advice=advice,
     )
 
