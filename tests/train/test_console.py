@@ -130,3 +130,25 @@ def test_training_keeps_its_numbers_beside_the_bar_on_a_terminal() -> None:
         display.step(2, 2, METRICS, 0.0)
     assert "evaluated" in out.getvalue()
     assert "step 2/2  loss 2.31" in out.getvalue()
+
+
+def test_an_evaluation_gets_a_second_bar_that_goes_when_it_is_done() -> None:
+    output, out = console(terminal=True)
+    with TrainingDisplay(output) as display:
+        display.step(1, 2, METRICS, 250.0)
+        display.progress(1, 8, "evaluate")
+        assert "evaluate" in out.getvalue()
+        display.progress(8, 8, "evaluate")
+        position = out.tell()
+        display.step(2, 2, METRICS, 0.0)
+        assert "evaluate" not in out.getvalue()[position:]
+
+
+def test_preparation_is_shown_before_the_first_step() -> None:
+    output, out = console()
+    clock = Clock()
+    with TrainingDisplay(output, clock) as display:
+        display.progress(0, 100, "tokenise")
+        clock.now += 10
+        display.progress(50, 100, "tokenise")
+    assert out.getvalue() == "tokenise: 50 of 100 (50%)  eta 0:10\n"

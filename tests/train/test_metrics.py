@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -43,7 +45,12 @@ def test_resume_drops_later_steps_and_a_new_run_drops_all(tmp_path: Path) -> Non
     assert read_metrics(tmp_path) == []
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "train/lo', "\0\0\0\n", "[1]\n", '"text"\n', '{"no step": 1}\n'])
+WHOLE_BUT_FOR_ITS_END = '{"step": 2, "train/loss": 0.25}'
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "train/lo', WHOLE_BUT_FOR_ITS_END, "\0\0\0\n", "[1]\n", '"text"\n', '{"no step": 1}\n']
+)
 def test_a_torn_line_costs_only_itself(tmp_path: Path, torn: str) -> None:
     log = MetricLog(tmp_path, tensorboard=False)
     write_steps(log, range(1, 3))
@@ -79,3 +86,34 @@ def test_wandb_that_is_not_installed_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'freight\[wandb\]'"):
         MetricLog(tmp_path, tensorboard=False, wandb={"project": "x"})
+
+
+class FakeWandb(types.ModuleType):
+    """Remembers what a run was given."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, Any]] = []
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.calls.append(("init", options))
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (step, values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+def test_wandb_gets_options_configuration_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = MetricLog(tmp_path, tensorboard=False, wandb={"project": "x"}, config={"train": 1})
+    log.write(3, {"train/loss": 2.0})
+    log.close()
+    assert fake.calls == [
+        ("init", {"dir": str(tmp_path), "config": {"train": 1}, "project": "x"}),
+        ("log", (3, {"train/loss": 2.0})),
+        ("finish", None),
+    ]

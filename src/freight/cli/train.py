@@ -30,11 +30,11 @@ def train(
     if print_config:
         show_config(loaded)
         return
-    from freight.train.console import Progress, TrainingDisplay
+    from freight.train.console import TrainingDisplay
     from freight.train.loop import RunFailed
     from freight.train.loop import train as run
 
-    with TrainingDisplay() as display, Progress() as progress:
+    with TrainingDisplay() as display:
         try:
             result = run(
                 loaded,
@@ -43,7 +43,7 @@ def train(
                 overwrite=overwrite,
                 report_line=display.say,
                 show_step=display.step,
-                progress=progress,
+                progress=display.progress,
             )
         except RunFailed as error:
             complain([str(error)])

@@ -148,12 +148,14 @@ class TrainingDisplay:
 
     Args:
         console: Where to draw; stderr by default.
+        clock: Seconds that only grow.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(stderr=True)
+        self._progress = Progress(self._console, clock)
         self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> TrainingDisplay:
         return self
@@ -171,26 +173,41 @@ class TrainingDisplay:
         self, step: int, total: int | None, metrics: Mapping[str, float], eta_seconds: float | None = None
     ) -> None:
         """Show a finished step."""
+        line = step_line(step, total, metrics, eta_seconds)
         if not self._console.is_terminal:
-            self.say(step_line(step, total, metrics, eta_seconds))
+            self.say(line)
             return
         if self._bar is None:
+            self._progress.close()
             self._bar = RichProgress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=None),
                 TimeElapsedColumn(),
                 console=self._console,
-                transient=False,
                 expand=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=total)
-        assert self._task is not None
-        line = step_line(step, total, metrics, eta_seconds)
-        self._bar.update(self._task, completed=step, total=total, description=line, refresh=True)
+        self._show(self._bar, "step", step, total, line)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        """Report on anything beside the steps, such as an evaluation: a second bar while the first one stands."""
+        if self._bar is None:
+            self._progress(done, total, what)
+        elif total and done >= total:
+            if what in self._tasks:
+                self._bar.remove_task(self._tasks.pop(what))
+        else:
+            self._show(self._bar, what, done, total or None, what)
 
     def close(self) -> None:
         """Leave the last line standing."""
+        self._progress.close()
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = None
+        self._bar = None
+        self._tasks.clear()
+
+    def _show(self, bar: RichProgress, name: str, done: int, total: int | None, text: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = bar.add_task(text, total=total)
+        bar.update(self._tasks[name], completed=done, total=total, description=text, refresh=True)
