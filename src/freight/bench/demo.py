@@ -20,20 +20,22 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from freight.assemble.stored_model import convert_model, load_for_inference
-from freight.bench.conversations import Conversation, standard_library, write_conversations
+from freight.bench.conversations import write_conversations
 from freight.config.load import load_config
 from freight.config.schema import DataConfig, PackingConfig
 from freight.data.pack_files import pack_to_files
 from freight.data.pack_report import table
+from freight.data.template import load_chat_template
 from freight.data.tokenizer import load_tokenizer
 from freight.errors import CheckpointError
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch
-from freight.train.generate import chat_ids, generate
+from freight.train.generate import generate
 from freight.train.loop import train
+from freight.train.prompt import chat_ids, stop_ids, stream_text
 
 Progress = Callable[[int, int, str], None]
 
@@ -67,7 +69,7 @@ def run_demo(folder: Path, line: Callable[[str], None], progress: Progress | Non
     line(f"Config: {config_file}")
     config = load_config(config_file, notice=line)
 
-    question = held_out_question()
+    question, source = short_question(held_out_file)
     before = answer(base, question)
 
     line("\nTrain")
@@ -81,7 +83,7 @@ def run_demo(folder: Path, line: Callable[[str], None], progress: Progress | Non
     difference = logit_difference(result.run_dir, exported, question)
     after = answer(exported, question)
 
-    show_answers(question, before, after, line)
+    show_answers(question, source, before, after, line)
     summary = summarise(result.run_dir, difference, time.monotonic() - began)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     show_summary(summary, folder, result.run_dir, line)
@@ -145,28 +147,36 @@ def write_config(folder: Path, base: Path, packed: Path, held_out: Path) -> Path
     return path
 
 
-def held_out_question() -> Conversation:
-    """A held-out conversation whose answer is short enough to read."""
-    return min(
-        (c for c in standard_library() if c.held_out and 200 < len(c.answer) < 500 and c.module == "posixpath"),
-        key=lambda c: len(c.answer),
-    )
+def short_question(held_out: Path) -> tuple[str, str]:
+    """The first held-out question whose answer is short enough to read, and that answer."""
+    for text in held_out.read_text(encoding="utf-8").splitlines():
+        question, answer = (message["content"] for message in json.loads(text)["messages"])
+        if 150 < len(answer) < 400:
+            return question, answer
+    raise AssertionError("the standard library has short functions")
 
 
-def answer(model_path: Path, conversation: Conversation) -> str:
+def answer(model_path: Path, question: str) -> str:
     """What the model says, greedily."""
     tokenizer = load_tokenizer(model_path)
-    model = load_for_inference(model_path)
-    prompt = chat_ids(tokenizer, [{"role": "user", "content": conversation.question}])
-    stop = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()
-    ids = list(generate(model, prompt, max_tokens=ANSWER_TOKENS, stop_ids=stop))
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    ids = generate(
+        load_for_inference(model_path),
+        question_ids(tokenizer, question),
+        max_tokens=ANSWER_TOKENS,
+        stop_ids=stop_ids(tokenizer, load_chat_template(tokenizer, None, {})),
+    )
+    return "".join(stream_text(tokenizer, ids))
 
 
-def logit_difference(run_dir: Path, exported: Path, conversation: Conversation) -> float:
+def question_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    """The prompt, up to where the assistant speaks."""
+    messages = [{"role": "user", "content": question}]
+    return chat_ids(tokenizer, load_chat_template(tokenizer, None, {}), messages)
+
+
+def logit_difference(run_dir: Path, exported: Path, question: str) -> float:
     """Largest difference between our logits of the trained weights and transformers' of the exported folder."""
-    tokenizer = load_tokenizer(exported)
-    ids = chat_ids(tokenizer, [{"role": "user", "content": conversation.question}])
+    ids = question_ids(load_tokenizer(exported), question)
     with torch.no_grad():
         ours = load_for_inference(run_dir)(TokenBatch.from_documents([ids]), LogitsHead())
         theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)(
@@ -193,13 +203,13 @@ def summarise(run_dir: Path, difference: float, seconds: float) -> dict[str, Any
     }
 
 
-def show_answers(conversation: Conversation, before: str, after: str, line: Callable[[str], None]) -> None:
+def show_answers(question: str, source: str, before: str, after: str, line: Callable[[str], None]) -> None:
     """One held-out prompt answered before and after."""
     for title, text in (
-        ("Held-out question", conversation.question),
+        ("Held-out question", question),
         ("Before", before),
         ("After", after),
-        ("The real source", conversation.answer),
+        ("The real source", source),
     ):
         line(f"\n--- {title} ---")
         line(text)
