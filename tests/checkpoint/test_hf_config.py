@@ -139,7 +139,10 @@ class TestWhereThetaIsWritten:
 
 class TestWindows:
     def test_zero_and_switched_off_mean_none(self) -> None:
-        assert architecture_from({**LLAMA, "model_type": "mistral", "sliding_window": 0}).sliding_window is None
+        mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
+        assert architecture_from({**mistral, "sliding_window": 0}).sliding_window is None
+        assert architecture_from({**mistral, "sliding_window": None}).sliding_window is None
+        assert architecture_from(mistral).sliding_window == 4096
         assert architecture_from({**QWEN2, "sliding_window": 9, "use_sliding_window": False}).sliding_window is None
 
     def test_llama_has_none(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -80,16 +81,17 @@ def export_model(
             )
             if tokenizer is not None:
                 _write_tokenizer(folder, tokenizer)
-    except OSError as error:
-        raise CheckpointError(f"`{output}` cannot be written: {error.strerror or error}.") from None
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"`{output}` cannot be written: {reason}.") from None
     return output
 
 
 def check_output(output: Path, force: bool) -> None:
-    """Refuse a folder that an export would destroy.
+    """Whether an export may be written there; asked before anything expensive is done.
 
     Raises:
-        CheckpointError: It exists and is not empty, unless it is an export and `force` is given.
+        CheckpointError: The path is taken: by a model and not `force`, or by anything else.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
