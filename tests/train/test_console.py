@@ -152,3 +152,16 @@ def test_preparation_is_shown_before_the_first_step() -> None:
         clock.now += 10
         display.progress(50, 100, "tokenise")
     assert out.getvalue() == "tokenise: 50 of 100 (50%)  eta 0:10\n"
+
+
+def test_a_finished_stage_leaves_no_bar_behind() -> None:
+    output, out = console(terminal=True)
+    clock = Clock()
+    progress = Progress(output, clock)
+    progress(0, 4, "pack")
+    clock.now += 3
+    progress(3, 4, "pack")
+    progress(4, 4, "pack")
+    position = out.tell()
+    output.print("a line")
+    assert out.getvalue()[position:] == "a line\n"

@@ -72,7 +72,8 @@ class Progress:
     """A callback `(done, total, what)` that draws, for functions of any length.
 
     Nothing is shown for the first two seconds of a stage. Then a bar on a terminal; elsewhere a line every ten seconds.
-    A change of `what` begins a new stage. Use as a context manager, so that the bar is cleared on errors too.
+    A stage ends when all is done, or when `what` changes. Use as a context manager, so that the bar is cleared on errors
+    too.
 
     Args:
         console: Where to draw; stderr by default.
@@ -101,6 +102,9 @@ class Progress:
         now = self._clock()
         if what != self._what:
             self._next_stage(what, now)
+        if total and done >= total:
+            self.close()
+            return
         if now - self._began < SHOW_AFTER_SECONDS:
             return
         if self._console.is_terminal:
