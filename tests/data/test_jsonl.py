@@ -52,7 +52,12 @@ def test_lines_are_parsed_alone_however_long_and_faults_have_their_line(tmp_path
         "[1]",
     ]
     records = read(tmp_path, "\n".join(lines).encode())
-    assert [set(record.value) for record in records[:4]] == [{"messages"}, {"messages"}, {"messages", "extra"}, {"text"}]
+    assert [set(record.value) for record in records[:4]] == [
+        {"messages"},
+        {"messages"},
+        {"messages", "extra"},
+        {"text"},
+    ]
     assert len(records[3].value["text"]) == len(long)
     assert reasons(records) == [(5, Reason.INVALID_JSON), (6, Reason.NOT_AN_OBJECT)]
     assert str(records[4].place) == f"{tmp_path}/data.jsonl:5"
@@ -96,9 +101,7 @@ NOISE = st.binary(max_size=12).map(lambda noise: noise.replace(b"\n", b""))
     ascii_only=st.booleans(),
 )
 def test_every_line_is_a_record_a_fault_or_blank(tmp_path_factory, lines, ends, final, ascii_only):
-    encoded = [
-        json.dumps(record, ensure_ascii=ascii_only).encode() if good else noise for good, record, noise in lines
-    ]
+    encoded = [json.dumps(record, ensure_ascii=ascii_only).encode() if good else noise for good, record, noise in lines]
     content = ends.join(encoded) + (ends if final else b"")
     if content.startswith((b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")):
         content = b" " + content

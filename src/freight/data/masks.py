@@ -64,15 +64,14 @@ def mask_tokens(text: str, encoded: Encoded, spans: Sequence[Span], special_ids:
     for span in spans:
         start = int(np.searchsorted(encoded.stops, span.start, side="right"))
         stop = int(np.searchsorted(encoded.starts, span.stop, side="left"))
-        if start >= stop:
-            turns.append(TurnTokens(span, start, start, ends=False))
-            continue
+        if span.start == span.stop:
+            start = stop
         end = closing_token(text, encoded, special, start, stop, open_ended=span.open_ended)
         if end is not None:
             stop = end + 1
-        elif encoded.stops[stop - 1] > span.stop:
+        elif stop > start and encoded.stops[stop - 1] > span.stop:
             straddling.append(stop - 1)
-        if encoded.starts[start] < span.start:
+        if stop > start and encoded.starts[start] < span.start:
             straddling.append(start)
         targets[start:stop] = True
         turns.append(TurnTokens(span, start, stop, ends=end is not None))
@@ -86,7 +85,7 @@ def closing_token(
     last = stop - 1
     while last > start and not special[last] and is_space(text, encoded, last):
         last -= 1
-    if special[last]:
+    if last >= start and special[last]:
         return last
     if open_ended:
         following = stop
