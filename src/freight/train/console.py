@@ -72,8 +72,7 @@ class Progress:
     """A callback `(done, total, what)` that draws, for functions of any length.
 
     Nothing is shown for the first two seconds of a stage. Then a bar on a terminal; elsewhere a line every ten seconds.
-    A stage ends when all is done, or when `what` changes. Use as a context manager, so that the bar is cleared on errors
-    too.
+    A stage ends when all is done, or when `what` changes. Use as a context manager, so that errors clear the bar.
 
     Args:
         console: Where to draw; stderr by default.
