@@ -131,6 +131,13 @@ def test_another_seed_epoch_or_window_gives_other_rows(algorithm):
     assert plain != spans_of(pack(lengths, algorithm, 48, 0, window=1))
 
 
+@pytest.mark.parametrize("count", [*range(1, 20), 300])
+@pytest.mark.parametrize("algorithm", ["first_fit_shuffle", "best_fit_decreasing"])
+def test_documents_just_over_half_a_row_have_one_each(count, algorithm):
+    # the most rows that any lengths can need
+    assert pack(np.full(count, 6), algorithm, 10, 0).documents_of_rows.tolist() == [1] * count
+
+
 def test_none_keeps_the_order_of_the_data():
     assert spans_of(pack(np.array([3, 1, 2]), "none", 4, seed=9)) == [[(0, 0, 3)], [(1, 0, 1)], [(2, 0, 2)]]
 
