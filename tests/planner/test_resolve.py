@@ -16,7 +16,8 @@ from freight.config.schema import Config
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import Hardware
-from freight.planner.resolve import DataFacts, count, resolve
+from freight.planner.resolve import DataFacts, resolve
+from freight.planner.words import count
 
 FACTS = DataFacts(num_documents=640, num_rows=84, num_tokens=10_000, max_length=60)
 

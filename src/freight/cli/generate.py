@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from freight.cli.exits import say
 from freight.cli.inputs import ModelPath, load_model
 from freight.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def generate(
@@ -32,11 +29,14 @@ def generate(
         got = "neither" if prompt is None else "both"
         raise ConfigError(f"exactly one of `--prompt` and `--chat` must be given; got {got}.")
     messages = _messages(chat) if chat is not None else None
-    decoder, tokenizer, _ = load_model(model)
-    from freight.train.generate import chat_ids, prompt_ids, stream_text
+    decoder, tokenizer, config = load_model(model)
+    from freight.data.template import load_chat_template
     from freight.train.generate import generate as continue_ids
+    from freight.train.prompt import chat_ids, prompt_ids, stop_ids, stream_text
 
-    ids = prompt_ids(tokenizer, prompt or "") if messages is None else chat_ids(tokenizer, messages)
+    data = config.data if config else None
+    template = load_chat_template(tokenizer, data.chat_template if data else None, data.template_kwargs if data else {})
+    ids = prompt_ids(tokenizer, prompt or "") if messages is None else chat_ids(tokenizer, template, messages)
     new = continue_ids(
         decoder,
         ids,
@@ -44,17 +44,12 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop_ids=_stops(tokenizer),
+        stop_ids=stop_ids(tokenizer, None if messages is None else template),
     )
     for piece in stream_text(tokenizer, new):
         sys.stdout.write(piece)
         sys.stdout.flush()
     say()
-
-
-def _stops(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    eos: Any = tokenizer.eos_token_id
-    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 def _messages(path: Path) -> list[dict[str, Any]]:

@@ -38,9 +38,9 @@ def read_config(path: Path, overrides: list[str] | None, *, check_files: bool = 
     return load_config(path, overrides or (), notice=remark, check_files=check_files)
 
 
-def is_config(path: Path) -> bool:
+def is_config(path: Path | str) -> bool:
     """Whether a path that names a model is a configuration, which alone takes overrides."""
-    return path.suffix in (".yaml", ".yml")
+    return Path(path).suffix in (".yaml", ".yml")
 
 
 def tokenizer_path(config: Config) -> str:
@@ -73,6 +73,8 @@ def load_model(
         ConfigError: Overrides without a config, or a config that names no weights or no tokenizer.
         CheckpointError: No model there.
     """
+    import torch
+
     from freight.assemble.build import build_for_inference
     from freight.assemble.stored_model import open_stored_model
     from freight.data.tokenizer import load_tokenizer
@@ -87,4 +89,6 @@ def load_model(
     stored = open_stored_model(config.model.hf if config else path, remark)
     config = config or stored.config
     tokenizer = load_tokenizer(tokenizer_path(config) if config else str(path))
-    return build_for_inference(stored.arch, stored.weights), tokenizer, config
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    attention = config.attention if config else None
+    return build_for_inference(stored.arch, stored.weights, attention=attention, device=device), tokenizer, config

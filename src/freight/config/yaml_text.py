@@ -143,6 +143,7 @@ def _lines(section: Section, depth: int, defaults: bool = True) -> Iterator[str]
                 yield f"{indent}{key}: {{}}"
             elif defaults:
                 yield f"{indent}# {key}:"
+                inner = [f"{indent}#   {line.strip().removeprefix('# ')}" for line in inner]
             yield from inner
         elif written:
             yield from _entry(indent, key, value)
