@@ -51,14 +51,16 @@ REWRITING = (
 REWRITING_MARKED = REWRITING.replace(
     "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}",
     "{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content.split('</think>')[-1] if loop.index0 < ns.last else m.content }}{{ '<|im_end|>' }}{% endgeneration %}",
+    "{{ m.content.split('</think>')[-1] if loop.index0 < ns.last else m.content }}{{ '<|im_end|>' }}"
+    "{% endgeneration %}",
 ).replace(
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}",
     "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
 )
 TOOLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + call.function.arguments | tojson + '</call>' }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ '<call>' + call.function.name + call.function.arguments | tojson + '</call>' }}"
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{# tools #}"
 )

@@ -1,6 +1,7 @@
 """BOS, EOS, prompt and completion, length: what a document holds beyond its text."""
 
 import pytest
+from tests.data.small_tokenizer import CHATML, LLAMA3, small_tokenizer
 
 from freight.config.schema import DataConfig
 from freight.data.encode import EncodeCounts, SampleEncoder
@@ -9,7 +10,6 @@ from freight.data.records import Reason, RecordFault
 from freight.data.template import load_chat_template
 from freight.data.tokenizer import Encoder
 from freight.errors import DataError
-from tests.data.small_tokenizer import CHATML, LLAMA3, small_tokenizer
 
 WITHOUT_BOS = LLAMA3.replace("{{ bos_token }}", "")
 
@@ -189,7 +189,7 @@ def test_eos_ends_answers_of_a_template_without_end_only_on_demand():
 
 
 def test_a_chat_without_template_is_refused():
-    with pytest.raises(DataError, match="tokenizer has no chat template; set data.chat_template=FILE"):
+    with pytest.raises(DataError, match="tokenizer has no chat template"):
         one(encoder_of(small_tokenizer(None)), chat("a", "b"))
 
 
