@@ -90,8 +90,8 @@ def _measure(lengths: list[int], dtype: torch.dtype, device: torch.device, repea
 def _freight_side(lengths: list[int], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable[[], object]:
     batch = TokenBatch.from_documents([[0] * length for length in lengths]).to(q.device)
     core, spec = LocalAttention(), AttentionSpec(scale=HEAD_DIM**-0.5)
-    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    return lambda: torch.autograd.grad(core(*inputs, batch, spec), inputs, grad)
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    return lambda: torch.autograd.grad(core(q, k, v, batch, spec), (q, k, v), grad)
 
 
 def _torch_side(lengths: list[int], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable[[], object]:

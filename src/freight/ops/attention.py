@@ -7,9 +7,9 @@ term and yields wrong dq and dk beside a right dv.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -205,9 +205,9 @@ class LocalAttention:
         )
 
 
-@torch.compiler.disable
-def _attend(core: LocalAttention, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Tensor:
-    """Outside compiled graphs: a plan is new integers every microbatch, and each would compile anew."""
+def _attend_eagerly(
+    core: LocalAttention, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec
+) -> Tensor:
     dropout = None
     if spec.dropout:
         dropout = PairDropout(spec.dropout, (batch.seed, batch.step, batch.microbatch, spec.layer))
@@ -215,6 +215,10 @@ def _attend(core: LocalAttention, q: Tensor, k: Tensor, v: Tensor, batch: TokenB
         q, k, v, core.schedule_of(q, k, batch, spec), dropout
     )
     return context
+
+
+# Outside compiled graphs: a plan is new integers every microbatch, and each would compile anew.
+_attend = cast(Callable[..., Tensor], torch.compiler.disable(_attend_eagerly))
 
 
 def _block(entry: PlanEntry, backend: Backend, spec: AttentionSpec, deterministic: bool) -> Block:
