@@ -57,7 +57,7 @@ def make_run(
     folder: Path, steps: int, *, state: str = "finished", message: str = "", bad: tuple[int, ...] = ()
 ) -> Path:
     log = MetricLog(folder, tensorboard=False)
-    log.write(0, {"eval/loss": 2.0, "eval/loss/chat": 2.0})
+    log.write(0, {"eval/loss": 2.0, "eval/loss/chat": 2.0, "eval/loss/code": 2.1})
     for step in range(1, steps + 1):
         log.write(
             step,
@@ -72,12 +72,15 @@ def make_run(
                 "memory/peak_bytes": 3.2 * 2**30,
             },
         )
-    log.write(steps, {"eval/loss": 1.5, "eval/loss/chat": 1.5})
+    log.write(steps, {"eval/loss": 1.5, "eval/loss/chat": 1.5, "eval/loss/code": 1.4})
     log.close()
     documents = [make_document(range(n), [True] * n) for n in range(2, 40)]
     rows = DocumentRows(InMemoryDocuments(documents, {"skipped": {"too_long": 3}}), "first_fit_decreasing", 64)
     write_json(folder / "data.json", data_facts(rows))
-    write_json(folder / "environment.json", {"freight": "0.1.0", "cpu": "a processor", "packages": {"torch": "2.13.0"}})
+    write_json(
+        folder / "environment.json",
+        {"freight": "0.1.0", "cpu": {"name": "a processor", "cores": 2}, "packages": {"torch": "2.13.0"}},
+    )
     (folder / "config.yaml").write_text("train:\n  steps: 10\n")
     write_plan(folder, ["one row per microbatch"])
     write_status(folder, RunStatus(state, message, steps, steps))  # type: ignore[arg-type]
@@ -102,7 +105,8 @@ def test_shows_the_key_numbers(tmp_path: Path) -> None:
         "one row per microbatch",
         "packages.torch",
         "finished",
-        "a processor",
+        "a processor, 2 cores",
+        "Held-out loss by source",
     ):
         assert words in page.words, words
 

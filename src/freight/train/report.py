@@ -85,9 +85,11 @@ def headline(run: Run) -> list[str]:
     if times:
         facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(times[0])))
         facts.append(f"{duration(times[-1] - times[0])} so far" if _running(run) else duration(times[-1] - times[0]))
-    hardware = run.environment.get("device") or run.environment.get("cpu")
-    if isinstance(hardware, str):
-        facts.append(hardware)
+    gpus, cpu = run.environment.get("gpus"), run.environment.get("cpu")
+    if gpus:
+        facts.append(", ".join(str(gpu.get("name")) for gpu in gpus))
+    elif cpu:
+        facts.append(f"{cpu.get('name')}, {cpu.get('cores')} cores")
     if version := run.environment.get("freight"):
         facts.append(f"Freight {version}")
     return facts
@@ -138,11 +140,12 @@ def _steps_tile(run: Run, last: int) -> Tile:
 
 
 def sources(run: Run) -> list[tuple[str, str, str]]:
-    """Held-out loss of each source, first and last."""
+    """Held-out loss of each source, first and last; nothing for a single one, whose loss is the whole."""
     prefix = "eval/loss/"
     names = sorted({key for record in run.metrics for key in record if key.startswith(prefix)})
     series = [(name.removeprefix(prefix), run.values(name)) for name in names]
-    return [(name, f"{values[0]:.4f}", f"{values[-1]:.4f}") for name, values in series if values]
+    rows = [(name, f"{values[0]:.4f}", f"{values[-1]:.4f}") for name, values in series if values]
+    return rows if len(rows) > 1 else []
 
 
 def listed(steps: Sequence[int]) -> str:

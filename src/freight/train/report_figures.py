@@ -68,7 +68,7 @@ def _loss_figure(run: Run) -> Figure | None:
         series.append(Series("held-out", held_out, tone=2, style="dots"))
     if not series:
         return None
-    picture = line_chart(series, label="Loss over steps", form="{:.4f}".format, axis_form="{:.4g}".format, height=300)
+    picture = line_chart(series, label="Loss over steps", form="{:.4f}".format, axis_form="{:.7g}".format, height=300)
     last = f"{_finite(held_out)[-1][1]:.4f} held-out" if _finite(held_out) else f"{_finite(training)[-1][1]:.4f}"
     return Figure("Loss", picture, last, "nats per label token", _legend(series), wide=True)
 
