@@ -80,6 +80,11 @@ def test_a_fault_names_key_value_and_fix(tmp_path, key, value, sentence):
     assert any(sentence in fault for fault in faults), faults
 
 
+def test_a_value_of_several_possible_types_gives_one_fault_per_key(tmp_path):
+    faults = faults_of(tmp_path, put(example(tmp_path), "data.train", [{"pth": 3}, 5]))
+    assert [fault.split()[0] for fault in faults] == ["`data.train[0].path`", "`data.train[0].pth`", "`data.train[1]`"]
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_numbers_are_finite(tmp_path, value):
     faults = faults_of(tmp_path, put(example(tmp_path), "train.optimizer.lr", value))

@@ -29,8 +29,6 @@ def phases(total: int, schedule: ScheduleConfig) -> Phases:
         ConfigError: The phases do not fit, contradict each other or have no effect.
     """
     faults = list(schedule_faults(schedule, total))
-    if schedule.name == "wsd" and schedule.decay_steps is None and schedule.stable_steps is None:
-        faults.append("`train.schedule` wsd needs decay_steps or stable_steps. Set one of them.")
     if faults:
         raise ConfigError(*faults)
     warmup = schedule.warmup_steps or math.ceil((schedule.warmup_ratio or 0) * total)
