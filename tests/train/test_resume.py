@@ -1,0 +1,123 @@
+"""Claiming a run folder, choosing saved state, and living through a full disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from freight.checkpoint import saved_state
+from freight.config.schema import OptimizerConfig
+from freight.errors import CheckpointError, ConfigError
+from freight.train.optimizer import build_optimizer
+from freight.train.resume import Counters, Saver, claim_run_folder, find_checkpoint, restore, state_of
+
+ARCHITECTURE = {"num_layers": 1, "hidden_size": 4}
+
+
+def small() -> tuple[nn.Module, Any]:
+    model = nn.Linear(4, 3)
+    return model, build_optimizer(model, OptimizerConfig(lr=0.1))
+
+
+class Saving:
+    """A saver and its warnings."""
+
+    def __init__(self, directory: Path, keep: int = 1, asynchronous: bool = False) -> None:
+        self.warnings: list[str] = []
+        self.model, self.optimizer = small()
+        self.saver = Saver(directory, keep, asynchronous=asynchronous, warn=self.warnings.append)
+
+    def save(self, step: int) -> None:
+        with torch.no_grad():
+            self.model.bias.fill_(step)  # type: ignore[operator]
+        counters = Counters(step=step, updates=step)
+        self.saver.save(self.model, self.optimizer, counters, {"row": step}, {"architecture": ARCHITECTURE})
+        self.saver.finish()
+
+
+def steps(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name.startswith("step"))
+
+
+def test_a_folder_with_a_run_is_refused_unless_resumed_or_overwritten(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    claim_run_folder(run, resume=False, overwrite=False)
+    (run / "rejects-train.jsonl").touch()
+    claim_run_folder(run, resume=False, overwrite=False)
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume auto.*--overwrite"):
+        claim_run_folder(run, resume=False, overwrite=False)
+    claim_run_folder(run, resume=True, overwrite=False)
+    assert (run / "config.yaml").exists()
+    claim_run_folder(run, resume=False, overwrite=True)
+    assert list(run.iterdir()) == []
+
+
+def test_state_goes_out_and_comes_back(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    saving.model(torch.ones(4)).sum().backward()
+    saving.optimizer.step()
+    saving.save(7)
+    model, optimizer = small()
+    counters, loader = restore(tmp_path / "latest", model, optimizer, ARCHITECTURE)
+    assert (counters, loader) == (Counters(7, 7, 0, 0), {"row": 7})
+    before, after = state_of(saving.model, saving.optimizer), state_of(model, optimizer)
+    assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
+    for name, values in before["optimizer"].items():
+        assert {key: value.tolist() for key, value in values.items()} == {
+            key: value.tolist() for key, value in after["optimizer"][name].items()
+        }
+
+
+def test_another_model_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
+    Saving(tmp_path).save(1)
+    with pytest.raises(CheckpointError, match=r"`model\.hidden_size` was 4, is 8"):
+        restore(tmp_path / "latest", *small(), ARCHITECTURE | {"hidden_size": 8})
+
+
+def test_auto_takes_the_newest_that_verifies_and_says_so(tmp_path: Path) -> None:
+    assert find_checkpoint("auto", tmp_path / "nothing", lambda _: None) is None
+    saving = Saving(tmp_path, keep=2)
+    saving.save(2)
+    saving.save(4)
+    damaged = next((tmp_path / "step-000004").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    warnings: list[str] = []
+    assert find_checkpoint("auto", tmp_path, warnings.append) == tmp_path / "step-000002"
+    assert len(warnings) == 1 and damaged.name in warnings[0]
+    with pytest.raises(CheckpointError, match=damaged.name):
+        find_checkpoint(str(tmp_path / "step-000004"), tmp_path, warnings.append)
+    saving.save(4)
+    assert find_checkpoint("auto", tmp_path, warnings.append) == tmp_path / "step-000004"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_save_keeps_the_one_before_and_two_in_a_row_stop(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(tmp_path, asynchronous=asynchronous)
+    saving.save(2)
+    full = True
+
+    def write(*args: Any) -> None:
+        if full:
+            raise CheckpointError("step 4 could not be saved: No space left on device")
+        written(*args)
+
+    written = saved_state._write
+    monkeypatch.setattr(saved_state, "_write", write)
+    saving.save(4)
+    assert steps(tmp_path) == ["step-000002"]
+    assert len(saving.warnings) == 1 and "No space left on device" in saving.warnings[0]
+    full = False
+    saving.save(6)
+    assert steps(tmp_path) == ["step-000006"]
+    full = True
+    saving.save(8)
+    with pytest.raises(CheckpointError, match=r"failed 2 times in a row.*No space left"):
+        saving.save(10)
+    assert steps(tmp_path) == ["step-000006"]
