@@ -108,7 +108,7 @@ def test_a_right_combination_passes(tmp_path, changes):
     [
         ({"warmup_steps": 11}, 10, "must be at most the run's 10 steps; got 11"),
         ({"name": "wsd", "warmup_steps": 4, "stable_steps": 3, "decay_steps": 4}, 10, "got 11"),
-        ({"name": "wsd"}, None, "wsd needs `decay_steps` or `stable_steps`; got neither"),
+        ({"name": "wsd"}, None, "wsd needs decay_steps or stable_steps; got neither"),
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, None, "both set the warm-up; got 1 and 0.1"),
         ({"name": "constant", "min_lr_ratio": 0.0}, 10, "`train.schedule.min_lr_ratio` has no effect"),
         ({"name": "constant", "decay_steps": 2}, 10, "`train.schedule.decay_steps` has no effect"),

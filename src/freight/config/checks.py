@@ -180,7 +180,7 @@ def schedule_faults(schedule: ScheduleConfig, steps: int | None) -> Iterator[str
             f"{schedule.warmup_steps} and {schedule.warmup_ratio:g}. Keep one."
         )
     if name == "wsd" and schedule.decay_steps is None and schedule.stable_steps is None:
-        yield "`train.schedule` wsd needs `decay_steps` or `stable_steps`; got neither. Set one of them."
+        yield "`train.schedule` wsd needs decay_steps or stable_steps; got neither. Set one of them."
     if schedule.stable_steps is not None and name != "wsd":
         yield f"`train.schedule.stable_steps` has no effect with `name: {name}`. Remove it, or use wsd."
     if schedule.decay_steps is not None and name == "constant":
