@@ -7,6 +7,7 @@ validated. Every fault of every stage is kept and they are raised together. Noth
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path as FilePath
@@ -85,7 +86,7 @@ def _checked(raw: dict[str, Any], found: list[str], check_files: bool) -> Config
     if usable is not None:
         between = [*faults(usable), *_model_faults(usable), *(file_faults(usable) if check_files else ())]
         # A sentence about a key that is already at fault would only repeat it in other words.
-        quoted = [f"`{'.'.join(str(part) for part in path)}`" for path in wrong]
+        quoted = [f"`{'.'.join(map(str, _field(path)))}`" for path in wrong]
         found += [sentence for sentence in between if not any(key in sentence for key in quoted)]
     if found or config is None:
         raise ConfigError(*dict.fromkeys(found))
@@ -104,7 +105,7 @@ def _without(raw: dict[str, Any], wrong: Iterable[Path]) -> Config | None:
     """The configuration with the keys at fault left out, for checking the rest; None if that is not enough."""
     rest = json.loads(json.dumps(raw))
     for path in wrong:
-        *parents, last = path if all(isinstance(part, str) for part in path) else path[:2]
+        *parents, last = _field(path)
         node: Any = rest
         for part in parents:
             node = node.get(part, {}) if isinstance(node, dict) else {}
@@ -117,6 +118,11 @@ def _without(raw: dict[str, Any], wrong: Iterable[Path]) -> Config | None:
         if isinstance(node, dict):
             node.setdefault(path[-1], stand_in)
     return _validated(rest)[0]
+
+
+def _field(path: Path) -> Path:
+    """The key that holds the list in which a path ends, or the path itself."""
+    return tuple(itertools.takewhile(lambda part: isinstance(part, str), path))
 
 
 def _model_faults(config: Config) -> list[str]:
