@@ -12,6 +12,20 @@ from freight.ops.batch import TokenRange
 from freight.ops.protocols import AttentionSpec
 from freight.ops.rope import RopeSpec, apply_rope, rotation
 
+Rotation = tuple[Tensor, Tensor]
+
+
+@torch.compiler.disable  # the cache is a dict of the batch: a compiled lookup would be compiled anew for every batch
+def shared_rotation(tokens: TokenRange, spec: RopeSpec | None, dtype: torch.dtype) -> Rotation | None:
+    """Cos and sin of a range of tokens, made once for all layers that rotate alike; None without RoPE."""
+    if spec is None:
+        return None
+
+    def make() -> Rotation:
+        return rotation(tokens.position_ids, tokens.document_lengths, spec, dtype)
+
+    return tokens.cached(("rotation", spec, dtype), make)
+
 
 class Attention(nn.Module):
     """Projections of one layer.
@@ -45,15 +59,14 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim if self.norm_heads else q_width, arch.norm_eps, arch.norm_offset)
             self.k_norm = RMSNorm(head_dim if self.norm_heads else kv_width, arch.norm_eps, arch.norm_offset)
 
-    def project(self, x: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Normed hidden states -> q, k, v `[tokens, heads or groups, head_dim]`, rotated."""
         q = self._heads(self.q_proj(x), self.q_norm)
         k = self._heads(self.k_proj(x), self.k_norm)
         v = self._heads(self.v_proj(x), None)
-        if self.rope is not None:
-            cos, sin = shared_rotation(tokens, self.rope, q.dtype)
+        if self.rope is not None and rotation is not None:
             interleaved = self.rope.config.interleaved
-            q, k = apply_rope(q, cos, sin, interleaved), apply_rope(k, cos, sin, interleaved)
+            q, k = apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved)
         return q, k, v
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -67,12 +80,3 @@ class Attention(nn.Module):
     def output(self, context: Tensor) -> Tensor:
         """Context `[tokens, heads, head_dim]` -> `[tokens, hidden]`."""
         return self.o_proj(context.flatten(-2))
-
-
-def shared_rotation(tokens: TokenRange, spec: RopeSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cos and sin of a range of tokens, made once for all layers that rotate alike."""
-
-    def make() -> tuple[Tensor, Tensor]:
-        return rotation(tokens.position_ids, tokens.document_lengths, spec, dtype)
-
-    return tokens.cached(("rotation", spec, dtype), make)

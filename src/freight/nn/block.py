@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from freight.config.architecture import Architecture
-from freight.nn.attention import Attention
+from freight.nn.attention import Attention, shared_rotation
 from freight.nn.mlp import MLP
 from freight.nn.norm import build_norm
 from freight.ops.batch import TokenBatch, TokenRange
@@ -71,8 +71,10 @@ class Block(nn.Module):
 
     def pre(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, hidden]` -> q `[tokens, heads, head_dim]`, k and v `[tokens, groups, head_dim]`."""
+        rope = self.attention.rope
+        rotation = shared_rotation(tokens, rope, hidden.dtype)  # pyright: ignore[reportCallIssue] (decorator hides it)
         normed = self.run_part("norm", self.attention_norm, hidden)
-        return self.run_part("qkv", self.attention.project, normed, tokens)
+        return self.run_part("qkv", self.attention.project, normed, rotation)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:
         """Attention -> context `[tokens, heads, head_dim]`."""

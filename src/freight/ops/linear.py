@@ -22,6 +22,7 @@ from torch.nn import functional as F
 FEW_ROWS = 8
 
 
+@torch.compiler.assume_constant_result
 def fast_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices at least as fast as float32 ones."""
     return device.type != "cpu" or _cpu_has_bf16()
