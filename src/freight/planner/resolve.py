@@ -49,6 +49,7 @@ class DataFacts(NamedTuple):
         num_tokens: Real tokens of an epoch.
         max_length: Longest document, in tokens.
         pack_size: Tokens of a row, when a packed file decides it.
+        algorithm: How the rows were packed.
     """
 
     num_documents: int
@@ -56,6 +57,7 @@ class DataFacts(NamedTuple):
     num_tokens: int
     max_length: int
     pack_size: int | None = None
+    algorithm: str | None = None
 
     @property
     def packing_factor(self) -> float:
@@ -220,9 +222,9 @@ def _rows_per_step(config: Config, data: DataFacts | None) -> int | None:
     if train.global_batch_tokens is not None:
         return train.global_batch_tokens // ((data.pack_size if data else None) or pack_size(config.data))
     assert train.global_batch_documents is not None
-    if algorithm(config.data) == "none" and not (config.data.packing and config.data.packing.file):
-        return train.global_batch_documents
-    return None if data is None else rows_for_documents(train.global_batch_documents, data.packing_factor)
+    if data is not None:
+        return rows_for_documents(train.global_batch_documents, data.packing_factor)
+    return train.global_batch_documents if config.data.packing is None and config.data.format != "packed" else None
 
 
 def _total_steps(config: Config, data: DataFacts | None, rows: int | None) -> int | None:
@@ -267,4 +269,6 @@ def _groups(arch: Architecture) -> tuple[Group, Group]:
 
 def data_facts(rows: RowSource) -> DataFacts:
     """Facts of a `RowSource`."""
-    return DataFacts(rows.num_documents, rows.num_rows, rows.num_tokens, rows.max_length, rows.pack_size)
+    return DataFacts(
+        rows.num_documents, rows.num_rows, rows.num_tokens, rows.max_length, rows.pack_size, rows.packing["algorithm"]
+    )

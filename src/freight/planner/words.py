@@ -46,13 +46,14 @@ def _kernel_words(choice: Choice) -> str:
 def _data_words(plan: Plan) -> Iterator[str]:
     config, data = plan.config, plan.data
     packing = config.data.packing
+    by = algorithm(config.data) if data is None or data.algorithm is None else data.algorithm
     if packing is not None and packing.file is not None:
         how = f"packed file {packing.file}"
-    elif algorithm(config.data) == "none":
+    elif by == "none":
         how = "one document per row, the rest padding"
     else:
-        by_format = packing is not None and packing.algorithm is None and config.data.format == "auto"
-        how = f"packed by {algorithm(config.data)}{' (text: split)' if by_format else ''}"
+        by_format = data is None and packing is not None and packing.algorithm is None and config.data.format == "auto"
+        how = f"packed by {by}{' (text: split)' if by_format else ''}"
     yield f"rows: {plan.pack_size:,} tokens, {how}; documents up to {config.data.sequence_length:,} tokens"
     if data is not None:
         yield (
