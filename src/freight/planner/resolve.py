@@ -15,7 +15,6 @@ import torch
 
 from freight.config.architecture import Architecture
 from freight.config.checks import (
-    algorithm,
     architecture_faults,
     faults,
     fit_faults,
