@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.oracles.decoder import naive_core
 
 from freight.config.architecture import Architecture
 from freight.nn.decoder import Decoder
@@ -24,7 +23,7 @@ SMALL = dict(
 
 def build(**changes: Any) -> tuple[Decoder, Architecture]:
     arch = Architecture.model_validate(SMALL | changes)
-    model = Decoder(arch, core=naive_core).double()
+    model = Decoder(arch).double()
     init_weights(model, 3)
     with torch.no_grad():  # biases and norms away from their neutral values, or their gradients prove little
         for name, parameter in model.named_parameters():
