@@ -13,7 +13,15 @@ from freight.checkpoint import saved_state
 from freight.config.schema import OptimizerConfig
 from freight.errors import CheckpointError, ConfigError
 from freight.train.optimizer import build_optimizer
-from freight.train.resume import Counters, Saver, claim_run_folder, find_checkpoint, restore, state_of
+from freight.train.resume import (
+    Counters,
+    Saver,
+    claim_run_folder,
+    find_checkpoint,
+    refuse_held_folder,
+    restore,
+    state_of,
+)
 
 ARCHITECTURE = {"num_layers": 1, "hidden_size": 4}
 
@@ -44,17 +52,36 @@ def steps(directory: Path) -> list[str]:
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed_or_overwritten(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    claim_run_folder(run, resume=False, overwrite=False)
-    (run / "rejects-train.jsonl").touch()
-    claim_run_folder(run, resume=False, overwrite=False)
-    (run / "config.yaml").touch()
+    refuse_held_folder(tmp_path, resume=False, overwrite=False)
+    (tmp_path / "rejects-train.jsonl").touch()
+    refuse_held_folder(tmp_path, resume=False, overwrite=False)
+    (tmp_path / "status.json").touch()
     with pytest.raises(ConfigError, match=r"already holds a run.*--resume auto.*--overwrite"):
-        claim_run_folder(run, resume=False, overwrite=False)
-    claim_run_folder(run, resume=True, overwrite=False)
-    assert (run / "config.yaml").exists()
-    claim_run_folder(run, resume=False, overwrite=True)
-    assert list(run.iterdir()) == []
+        refuse_held_folder(tmp_path, resume=False, overwrite=False)
+    refuse_held_folder(tmp_path, resume=True, overwrite=False)
+    refuse_held_folder(tmp_path, resume=False, overwrite=True)
+    with pytest.raises(ConfigError, match="Give one of them"):
+        refuse_held_folder(tmp_path, resume=True, overwrite=True)
+
+
+def test_a_configuration_of_the_user_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"config\.yaml that is no run's"):
+            refuse_held_folder(tmp_path, resume=False, overwrite=overwrite)
+
+
+def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    Saving(checkpoints).save(1)
+    (checkpoints / "mine").mkdir()
+    for name in ("config.yaml", "status.json", "metrics.jsonl", "rejects-train.jsonl", "notes.txt"):
+        (tmp_path / name).touch()
+    claim_run_folder(tmp_path, checkpoints, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "notes.txt", "rejects-train.jsonl"]
+    assert [path.name for path in checkpoints.iterdir()] == ["mine"]
+    claim_run_folder(tmp_path / "new/folder", checkpoints, overwrite=False)
+    assert (tmp_path / "new/folder").is_dir()
 
 
 def test_state_goes_out_and_comes_back(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def build_model(arch: Architecture, config: Config, mesh: DeviceMesh, *, weights
     else:
         _load(model, weights)
     if train.compile:
-        _compile_blocks(model)
+        compile_blocks(model)
     return model.train()
 
 
@@ -120,9 +120,9 @@ def _load(model: Decoder, weights: Weights) -> None:
         fill(parameter, weights.load(name))
 
 
-def _compile_blocks(model: Decoder) -> None:
+def compile_blocks(model: Decoder, backend: str = "inductor") -> None:
     """Compile the token-wise parts of every block, once per shape; attention stays as it is."""
     for block in model.layers:
         assert isinstance(block, Block)
         for part in ("pre", "post"):
-            setattr(block, part, torch.compile(getattr(block, part), dynamic=False))
+            setattr(block, part, torch.compile(getattr(block, part), backend=backend, dynamic=False))

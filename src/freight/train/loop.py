@@ -28,7 +28,15 @@ from freight.train.launch import environment, launched
 from freight.train.metrics import MetricLog
 from freight.train.profile import StepProfiler
 from freight.train.report import write_report
-from freight.train.resume import CONFIG_FILE, Counters, Saver, claim_run_folder, find_checkpoint, restore
+from freight.train.resume import (
+    CONFIG_FILE,
+    Counters,
+    Saver,
+    claim_run_folder,
+    find_checkpoint,
+    refuse_held_folder,
+    restore,
+)
 from freight.train.run_folder import (
     DATA_FILE,
     RunStatus,
@@ -100,15 +108,19 @@ def train(
     """
     run_dir = Path(config.log.dir or f"runs/{name}")
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    warnings: list[str] = []
+
+    def warn(message: str) -> None:
+        warnings.append(message)
+        report_line(f"warning: {message}")
+
+    refuse_held_folder(run_dir, resume=resume is not None, overwrite=overwrite)
+    checkpoint = find_checkpoint(resume, checkpoints, warn) if resume is not None else None
     with launched() as world:
         prepared = prepare(config, world, run_dir, progress)
-        claim_run_folder(run_dir, resume=resume is not None, overwrite=overwrite)
-
-        def warn(message: str) -> None:
+        claim_run_folder(run_dir, checkpoints, overwrite=overwrite)
+        for message in warnings:
             add_warning(run_dir, message)
-            report_line(f"warning: {message}")
-
-        checkpoint = find_checkpoint(resume, checkpoints, warn) if resume is not None else None
         _describe_run(prepared, run_dir)
         for line in prepared.plan.words():
             report_line(line)
@@ -351,8 +363,9 @@ class Loop:
 def _describe_run(prepared: Prepared, run_dir: Path) -> None:
     """What is known before the first step: configuration, machine, plan, data."""
     values = prepared.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    values.setdefault("log", {})["dir"] = str(run_dir)
+    values["log"] = values.get("log", {}) | {"dir": str(run_dir)}
     (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_status(run_dir, RunStatus("running", total_steps=prepared.total_steps))
     write_json(run_dir / "environment.json", environment())
     write_plan(run_dir, prepared.plan.words())
     write_json(run_dir / DATA_FILE, data_facts(prepared.rows))

@@ -18,10 +18,24 @@ from torch.optim import AdamW
 
 from freight.checkpoint import saved_state
 from freight.errors import CheckpointError, ConfigError
+from freight.train.metrics import METRICS_FILE
 from freight.train.optimizer import optimizer_state
+from freight.train.report import REPORT_FILE
+from freight.train.run_folder import DATA_FILE, PLAN_FILE, STATUS_FILE, WARNINGS_FILE
 
 MAX_FAILED_SAVES = 2
 CONFIG_FILE = "config.yaml"
+RUN_FILES = (
+    CONFIG_FILE,
+    DATA_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    REPORT_FILE,
+    STATUS_FILE,
+    WARNINGS_FILE,
+    "environment.json",
+)
+RUN_FOLDERS = ("tensorboard", "profile", "wandb")
 
 
 @dataclass
@@ -41,20 +55,35 @@ class Counters:
     tokens: int = 0
 
 
-def claim_run_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make the run folder ours.
+def refuse_held_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    """Protect what lies in the run folder; looks only, so that it can come before all slow work.
 
     Raises:
-        ConfigError: It holds another run and neither resuming nor overwriting was asked for.
+        ConfigError: It holds another run and neither resuming nor overwriting was asked for; both were; or it holds a
+            configuration that is no run's.
     """
-    held = (run_dir / CONFIG_FILE).exists()
+    if resume and overwrite:
+        raise ConfigError("--resume continues a run and --overwrite replaces it. Give one of them.")
+    held = (run_dir / STATUS_FILE).exists()
     if held and not resume and not overwrite:
         raise ConfigError(
             f"`log.dir` {run_dir} already holds a run. Continue it with --resume auto, replace it with --overwrite, "
             "or choose another log.dir."
         )
-    if held and overwrite and not resume:
-        shutil.rmtree(run_dir)
+    if not held and (run_dir / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"`log.dir` {run_dir} holds a {CONFIG_FILE} that is no run's and would be replaced. Choose another log.dir."
+        )
+
+
+def claim_run_folder(run_dir: Path, checkpoints: Path, *, overwrite: bool) -> None:
+    """Make the folder if it is missing; with `overwrite`, remove the old run's files and nothing else."""
+    if overwrite:
+        for name in RUN_FILES:
+            (run_dir / name).unlink(missing_ok=True)
+        for folder in (*(run_dir / name for name in RUN_FOLDERS), *checkpoints.glob("step-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+        (checkpoints / "latest").unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
 
 
