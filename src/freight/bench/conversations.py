@@ -69,17 +69,21 @@ def standard_library(root: Path | None = None) -> Iterator[Conversation]:
             yield from _conversations_of(path, _module_name(relative))
 
 
-def write_conversations(folder: Path) -> tuple[Path, Path]:
+def write_conversations(folder: Path, root: Path | None = None) -> tuple[Path, Path]:
     """Write `train.jsonl` and `heldout.jsonl`.
 
     The held-out file is in the order of a hash, so that its first records are a fair sample of it.
+
+    Args:
+        folder: Made if it is not there.
+        root: As for `standard_library`.
 
     Returns:
         The two paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[bool, list[Conversation]] = {False: [], True: []}
-    for conversation in standard_library():
+    for conversation in standard_library(root):
         parts[conversation.held_out].append(conversation)
     parts[True].sort(key=lambda c: _digest(f"{c.module}:{c.name}"))
     paths = folder / "train.jsonl", folder / "heldout.jsonl"
