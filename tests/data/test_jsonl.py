@@ -25,6 +25,12 @@ def test_byte_order_mark_is_removed_at_the_front_only(tmp_path):
     assert [record.value for record in marked] == [{"text": "a"}, {"text": "b\ufeff"}]
 
 
+def test_a_mark_on_a_later_line_and_other_white_space_are_not_passed_over(tmp_path):
+    records = read(tmp_path, b'{"a":1}\n\xef\xbb\xbf{"a":2}\n\x0c\n\x0b\n \t\r\n{"a":3}')
+    assert reasons(records) == [(number, Reason.INVALID_JSON) for number in (2, 3, 4)]
+    assert records[-1].place.number == 6
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 def test_other_encodings_are_named(tmp_path, encoding):
     with pytest.raises(DataError, match=f"is in {encoding.upper()}; save it as UTF-8"):

@@ -118,6 +118,12 @@ def test_a_template_that_rewrites_history_is_refused_at_its_turn():
     assert "data.assistant_start" in caught.value.message
 
 
+def test_a_prompt_that_is_not_what_precedes_the_answer_is_refused():
+    thinking = styles.CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>' }}")
+    with pytest.raises(RecordFault, match="not prefix-stable at turn 2"):
+        supervised(encoder_of(thinking), messages_of("u:a", "a:b"))
+
+
 def test_rewritten_history_is_learned_as_rendered_with_marks_or_delimiters():
     expected = ["A<|im_end|>", "<think>y</think>B<|im_end|>"]
     assert supervised(encoder_of(styles.REWRITING_MARKED), messages_of(*REASONED)) == expected
@@ -217,6 +223,13 @@ def test_a_token_across_the_border_is_supervised_and_counted():
         "c",
         "<|im_end|>",
     ]
+
+
+def test_an_empty_span_inside_a_token_supervises_nothing():
+    tokenizer = small_tokenizer(merges=(("Ċ", "Ċ"),))
+    (encoded,) = Encoder(tokenizer).encode(["a\n\nb"])
+    assert encoded.starts.tolist() == [0, 1, 3]
+    assert not mask_tokens("a\n\nb", encoded, [Span(2, 2, 1)], Encoder(tokenizer).special_ids).targets.any()
 
 
 def test_all_tokens_are_learned_on_demand():

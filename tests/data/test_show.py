@@ -1,4 +1,6 @@
 from tests.data.small_tokenizer import small_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from freight.data.documents import make_document
 from freight.data.show import show_document, token_texts
@@ -30,3 +32,8 @@ def test_characters_of_several_tokens_show_once():
     ids = TOKENIZER("é日x").input_ids
     assert token_texts(ids, TOKENIZER) == ["", "é", "", "", "日", "x"]
     assert token_texts(TOKENIZER("\x07").input_ids, TOKENIZER) == ["\\x07"]
+
+
+def test_spaces_that_a_decoder_adds_between_words_show():
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    assert token_texts([0, 1, 0], PreTrainedTokenizerFast(tokenizer_object=words)) == ["a", " b", " a"]

@@ -1,4 +1,4 @@
-"""Sources to documents: every record used or accounted for, and a cache that is hit when nothing that matters changed."""
+"""Sources to documents: every record used or accounted for, and a cache hit when nothing that matters changed."""
 
 import json
 import os

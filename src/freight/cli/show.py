@@ -12,9 +12,10 @@ from freight.cli.inputs import Overrides, read_config, tokenizer_path
 from freight.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from transformers import PreTrainedTokenizerBase
 
     from freight.config.schema import DataConfig
+    from freight.data.documents import Document
     from freight.data.packed_file import PackedFile
 
 # Without a bound, one record of a long file would be cut or refused; showing needs no limit.
@@ -59,12 +60,16 @@ def show_row(file: PackedFile, number: int, tokenizer: str | None, *, ids: bool 
     """
     if not 0 <= number < len(file):
         raise DataError(f"{file.path}: row {number} does not exist; rows are 0 to {len(file) - 1}.")
+    from freight.data.documents import make_document
+    from freight.data.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     row = file[number]
     start = 0
-    for document, length in zip(row.documents, row.lengths, strict=True):
+    for document, length, tail in zip(row.documents, row.lengths, row.tail_labels, strict=True):
         stop = start + int(length)
         say(f"document {document}: {length} tokens")
-        _print(row.ids[start:stop].tolist(), row.loss_mask[start:stop].tolist(), tokenizer, ids)
+        _print(make_document(row.ids[start:stop], row.loss_mask[start:stop], int(tail)), loaded, ids=ids)
         start = stop
 
 
@@ -88,28 +93,12 @@ def _show_record(data: DataConfig, tokenizer: str, record: int, ids: bool) -> No
         raise DataError(f"{data.train}: record {record} does not exist; there are {len(documents)}.")
     document = documents[record]
     say(f"{documents.origin(record)}: {len(document)} tokens, {document.num_targets} supervised")
-    _print(document.ids.tolist(), document.loss_mask.tolist(), tokenizer, ids)
+    _print(document, loaded, ids=ids)
 
 
-def _print(tokens: Sequence[int], supervised: Sequence[bool], tokenizer: str | None, ids: bool) -> None:
-    """Tokens in runs of equal supervision, so that characters of several tokens stay whole."""
-    from itertools import groupby
-
+def _print(document: Document, tokenizer: PreTrainedTokenizerBase | None, *, ids: bool) -> None:
     from rich.console import Console
-    from rich.text import Text
 
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.show import show_document
 
-    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
-    text = Text()
-    for target, run in groupby(zip(supervised, tokens, strict=True), key=lambda pair: pair[0]):
-        numbers = [token for _, token in run]
-        if loaded is None or ids:
-            words = loaded.convert_ids_to_tokens(numbers) if loaded is not None else [""] * len(numbers)
-            body = " ".join(
-                f"{word}({number})" if word else str(number) for word, number in zip(words, numbers, strict=True)
-            )
-        else:
-            body = str(loaded.decode(numbers, skip_special_tokens=False))
-        text.append(f"⟦{body}⟧" if target else body, style="green" if target else "dim")
-    Console(soft_wrap=True, highlight=False).print(text)
+    Console(soft_wrap=True, highlight=False).print(show_document(document, tokenizer, ids=ids))

@@ -47,21 +47,28 @@ def show_document(document: Document, tokenizer: PreTrainedTokenizerBase | None,
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Printable text of each token.
+    """Printable text of each token; joined, the decoded whole.
 
-    A token that holds only a part of a character shows nothing; the token that completes it shows the character.
+    Each token is decoded behind the one before, since some tokenizers drop a space at the start of a text. A token
+    that holds only a part of a character shows nothing; the token that completes it shows the character.
     """
     texts: list[str] = []
+    before: list[int] = []
     pending: list[int] = []
     for token in ids:
         pending.append(token)
-        piece = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        piece = decode([*before, *pending], tokenizer).removeprefix(decode(before, tokenizer))
         if piece.endswith("\ufffd") and len(pending) < LONGEST_CHARACTER:
             texts.append("")
             continue
-        pending = []
+        before, pending = pending, []
         texts.append(visible(piece))
     return texts
+
+
+def decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text of ids, special tokens included."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) if ids else ""
 
 
 def visible(text: str) -> str:
