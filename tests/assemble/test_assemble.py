@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny_run import MODEL, config
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from freight.train.optimizer import build_optimizer
 from freight.train.step import StepResult, train_step
 from freight.verify.ranks import RankPool
 from freight.verify.tolerances import difference
+from tests.train.tiny_run import MODEL, config
 
 DOCUMENTS = ([1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13, 14], [15, 16])
 UNEVEN = MODEL | {"hidden_size": 36, "num_attention_heads": 3, "num_query_groups": 1, "head_dim": 12, "vocab_size": 65}

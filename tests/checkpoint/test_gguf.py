@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
-from tests.checkpoint.tiny_transformers import decoder_from, logits_of, our_logits
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from freight.checkpoint.gguf_file import GgufFile
 from freight.checkpoint.hf_import import open_weights, read_architecture
 from freight.errors import CheckpointError
+from tests.checkpoint.tiny_transformers import decoder_from, logits_of, our_logits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

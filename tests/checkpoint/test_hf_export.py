@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tests.checkpoint.full_disk import largest_file
-from tests.checkpoint.tiny_transformers import build, decoder_from, logits_of, reload
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -20,6 +18,8 @@ from freight.config.architecture import Architecture
 from freight.errors import CheckpointError
 from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights
+from tests.checkpoint.full_disk import largest_file
+from tests.checkpoint.tiny_transformers import build, decoder_from, logits_of, reload
 
 ARCH = Architecture(
     num_layers=2,

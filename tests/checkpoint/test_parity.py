@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.checkpoint.tiny_transformers import MODELS, build, decoder_from, logits_of, our_logits, reload
 
 from freight.checkpoint.hf_config import config_for
 from freight.checkpoint.hf_export import export_model
 from freight.checkpoint.hf_import import read_architecture
+from tests.checkpoint.tiny_transformers import MODELS, build, decoder_from, logits_of, our_logits, reload
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.full_disk import largest_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +22,7 @@ from freight.checkpoint.completeness import verify
 from freight.checkpoint.saved_state import load, newest_good, prune, save
 from freight.errors import CheckpointError
 from freight.parallel.data import shard
+from tests.checkpoint.full_disk import largest_file
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:

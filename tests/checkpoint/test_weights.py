@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.checkpoint.tiny_transformers import build, decoder_from, logits_of, our_logits
 from torch import Tensor
 
 from freight.checkpoint.hf_export import export_model
@@ -27,6 +26,7 @@ from freight.checkpoint.weights import Weights
 from freight.config.architecture import Architecture
 from freight.errors import CheckpointError
 from freight.ops.rope import RopeSpec, apply_rope, rotation
+from tests.checkpoint.tiny_transformers import build, decoder_from, logits_of, our_logits
 
 
 def opened(path: Path, arch: Architecture | None = None) -> Weights:

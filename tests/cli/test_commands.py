@@ -11,13 +11,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.cli.tiny_files import chats, config, tokenizer
 from typer.testing import CliRunner, Result
 
 from freight import __version__
 from freight.cli.main import app
 from freight.config.keys import every_key
 from freight.config.schema import Config
+from tests.cli.tiny_files import chats, config, tokenizer
 
 COMMANDS = (
     "check", "schema", "pack", "show", "train", "evaluate", "generate", "import", "export", "bench", "env", "demo"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.config.example import example, put, write
 
 from freight.config.aliases import ALIASES, LACKING
 from freight.config.keys import known
 from freight.config.load import load_config
 from freight.config.schema import Config
 from freight.errors import ConfigError
+from tests.config.example import example, put, write
 
 
 def loaded(folder, raw, *overrides, **options):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.config.example import example, put, write
 
 from freight.config.checks import architecture_faults, fit_faults, schedule_faults
 from freight.config.load import load_config
 from freight.config.presets import preset
 from freight.config.schema import ScheduleConfig
 from freight.errors import ConfigError
+from tests.config.example import example, put, write
 
 
 def faults_of(folder, changes) -> list[str]:

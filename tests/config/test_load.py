@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.config.example import example, put, write
 
 from freight.config.load import load_config
 from freight.config.yaml_text import to_yaml
 from freight.errors import ConfigError
+from tests.config.example import example, put, write
 
 
 def faults_of(folder, raw, *overrides, **options) -> list[str]:

@@ -1,7 +1,6 @@
 """BOS, EOS, prompt and completion, length: what a document holds beyond its text."""
 
 import pytest
-from tests.data.small_tokenizer import CHATML, LLAMA3, small_tokenizer
 
 from freight.config.schema import DataConfig
 from freight.data.encode import EncodeCounts, SampleEncoder
@@ -10,6 +9,7 @@ from freight.data.records import Reason, RecordFault
 from freight.data.template import load_chat_template
 from freight.data.tokenizer import Encoder
 from freight.errors import DataError
+from tests.data.small_tokenizer import CHATML, LLAMA3, small_tokenizer
 
 WITHOUT_BOS = LLAMA3.replace("{{ bos_token }}", "")
 

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data import small_tokenizer as styles
-from tests.data.small_tokenizer import small_tokenizer
 
 from freight.config.schema import DataConfig
 from freight.data.encode import EncodeCounts, SampleEncoder
@@ -16,6 +14,8 @@ from freight.data.records import Reason, RecordFault
 from freight.data.spans import Span
 from freight.data.template import load_chat_template
 from freight.data.tokenizer import Encoder
+from tests.data import small_tokenizer as styles
+from tests.data.small_tokenizer import small_tokenizer
 
 # Template, and what it renders for an assistant's content, turn end included.
 STABLE = {

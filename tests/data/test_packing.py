@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracles import packing as oracle
 
 from freight.data.best_fit import RoomSet
 from freight.data.order import Permutation
 from freight.data.packing import ALGORITHMS, check_pack_size, pack
 from freight.errors import ConfigError, DataError
+from tests.oracles import packing as oracle
 
 
 @st.composite

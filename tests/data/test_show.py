@@ -1,9 +1,9 @@
-from tests.data.small_tokenizer import small_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from freight.data.documents import make_document
 from freight.data.show import show_document, token_texts
+from tests.data.small_tokenizer import small_tokenizer
 
 TOKENIZER = small_tokenizer()
 

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.small_tokenizer import CHATML, REWRITING, small_tokenizer
 
 from freight.config.schema import DataConfig, Source
 from freight.data.documents import InMemoryDocuments
@@ -18,6 +17,7 @@ from freight.data.token_store import StoredDocuments
 from freight.data.tokenise import tokenise
 from freight.data.tokenizer import Encoder
 from freight.errors import DataError
+from tests.data.small_tokenizer import CHATML, REWRITING, small_tokenizer
 
 TOKENIZER = small_tokenizer()
 VOCABULARY = len(TOKENIZER)

@@ -3,13 +3,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.data.small_tokenizer import CHATML, small_tokenizer
 from tokenizers import normalizers, processors
 
 from freight.data.records import RecordFault
 from freight.data.template import ChatTemplate, load_chat_template
 from freight.data.tokenizer import Encoder, load_tokenizer, pad_id, tokenizer_hash
 from freight.errors import DataError
+from tests.data.small_tokenizer import CHATML, small_tokenizer
 
 
 def test_a_moved_tokenizer_has_the_same_hash_and_an_edited_one_not(tmp_path):

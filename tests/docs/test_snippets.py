@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from freight.cli.main import app
 from freight.config.load import load_config
+from freight.config.reference import SECTIONS, options_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,3 +59,13 @@ def test_local_links_lead_somewhere(page: Path) -> None:
 def test_there_is_something_to_check() -> None:
     assert len(YAML) >= 3
     assert len(COMMANDS) >= 8
+
+
+def test_options_tables_in_the_docs_are_those_of_the_schema() -> None:
+    shown = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name, table in re.findall(r"<!-- options: (\w+) -->\n(.*?)<!-- end of options -->", text, flags=re.DOTALL):
+            assert table.strip() == options_table(SECTIONS[name]).strip(), f"{page.name}: {name}"
+            shown.append(name)
+    assert "attention" in shown

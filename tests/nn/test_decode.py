@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nn.small_decoders import VARIANTS, build
 
 from freight.nn.block import PlainRunner
 from freight.nn.decode import DecodeCache, decoding
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch
+from tests.nn.small_decoders import VARIANTS, build
 
 SEQUENCE = [1, 5, 2, 9, 30, 4, 4, 7, 11, 3]
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nn.small_decoders import SMALL, VARIANTS, build
-from tests.oracles.decoder import naive_core, reference_logits, reference_loss
 from torch import Tensor
 
 from freight.config.architecture import Architecture
@@ -16,6 +14,8 @@ from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch
+from tests.nn.small_decoders import SMALL, VARIANTS, build
+from tests.oracles.decoder import naive_core, reference_logits, reference_loss
 
 DOCUMENTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]]
 

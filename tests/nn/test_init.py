@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nn.small_decoders import SMALL
-from tests.oracles.decoder import naive_core
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -16,6 +14,8 @@ from freight.nn import init
 from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights
 from freight.parallel.data import shard
+from tests.nn.small_decoders import SMALL
+from tests.oracles.decoder import naive_core
 
 
 def make(device: str = "cpu", **changes: Any) -> Decoder:

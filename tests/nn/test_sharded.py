@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tests.nn.small_decoders import SMALL
-from tests.oracles.decoder import naive_core
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -14,6 +12,8 @@ from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights
 from freight.ops.batch import TokenBatch
 from freight.parallel.data import shard
+from tests.nn.small_decoders import SMALL
+from tests.oracles.decoder import naive_core
 
 
 def test_tied_decoder_learns_in_bfloat16_with_float32_masters(mesh: DeviceMesh) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracles.attention import attend_batch, gradients
 from torch import Tensor
 
 from freight.errors import ConfigError
@@ -14,6 +13,7 @@ from freight.ops.attention import BlockAttention, LocalAttention
 from freight.ops.batch import TokenBatch
 from freight.ops.protocols import AttentionSpec
 from freight.verify.tolerances import difference
+from tests.oracles.attention import attend_batch, gradients
 
 CPU_BACKENDS = ["auto", "math", "cpu_flash"]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracles.attention import attend, block_pairs, gradients
 from torch import Tensor
 
 from freight.ops.attention_backends import BACKENDS, Backend
@@ -16,6 +15,7 @@ from freight.ops.attention_blocks import PairDropout, block_backward, block_forw
 from freight.ops.attention_mask import ANTICAUSAL, CAUSAL, FULL, Mask, MaskKind, Segment
 from freight.ops.dropout import keep_mask
 from freight.verify.tolerances import difference
+from tests.oracles.attention import attend, block_pairs, gradients
 
 SEGMENTS = (Segment(0, 5, 0, 5), Segment(5, 10, 6, 11), Segment(11, 15, 12, 16))
 MASKS = {

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracles.rope import frequencies, rotate
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from freight.config.architecture import RopeConfig
 from freight.ops.rope import RopeSpec, apply_rope, rotation
+from tests.oracles.rope import frequencies, rotate
 
 HEAD_DIM, LONGEST = 64, 4096
 SHORT_FACTORS = tuple(1.0 + i / 40 for i in range(32))

@@ -9,13 +9,13 @@ import math
 from collections.abc import Mapping
 
 import torch
-from tests.oracles.rope import frequencies, rotate
 from torch import Tensor
 from torch.nn import functional as F
 
 from freight.config.architecture import Architecture
 from freight.ops.batch import TokenBatch
 from freight.ops.protocols import AttentionSpec
+from tests.oracles.rope import frequencies, rotate
 
 Weights = Mapping[str, Tensor]
 

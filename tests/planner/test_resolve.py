@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.config.example import example, put, write
 
 from freight.config.load import config_from, load_config
 from freight.config.model import architecture_of
@@ -18,6 +17,7 @@ from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import Hardware
 from freight.planner.resolve import DataFacts, resolve
 from freight.planner.words import count
+from tests.config.example import example, put, write
 
 FACTS = DataFacts(num_documents=640, num_rows=84, num_tokens=10_000, max_length=60)
 

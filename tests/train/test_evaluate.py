@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.nn.small_decoders import VARIANTS, build
 from torch.nn import functional as F
 
 from freight.errors import DataError
@@ -19,6 +18,7 @@ from freight.nn.decoder import Decoder
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import IGNORE_INDEX, TokenBatch
 from freight.train.evaluate import Evaluation, evaluate
+from tests.nn.small_decoders import VARIANTS, build
 
 DOCUMENTS = [[1, 5, 2, 9], [30, 4], [4, 7, 11, 3, 8], [6], [12, 13, 14]]
 LABELS = [[5, IGNORE_INDEX, 9, IGNORE_INDEX], [4, 17], [IGNORE_INDEX] * 5, [7], [13, 14, IGNORE_INDEX]]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.nn.small_decoders import SMALL, VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
 from freight.config.architecture import Architecture
@@ -23,6 +22,7 @@ from freight.train.flops import (
     step_flops,
     total_parameters,
 )
+from tests.nn.small_decoders import SMALL, VARIANTS
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)

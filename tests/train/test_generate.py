@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.nn.small_decoders import VARIANTS, build
 
 from freight.errors import ConfigError, DataError
 from freight.nn.block import PlainRunner
@@ -17,6 +16,7 @@ from freight.nn.decoder import Decoder
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch
 from freight.train.generate import choose_token, generate
+from tests.nn.small_decoders import VARIANTS, build
 
 PROMPT = [1, 5, 2]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny_run import TinyRun, config, no_peak, same
 from torch.distributed.device_mesh import DeviceMesh
 
 from freight.config.schema import Config
@@ -19,6 +18,7 @@ from freight.train import loop
 from freight.train.loop import RunFailed
 from freight.train.metrics import read_metrics
 from freight.train.step import StepResult, train_step
+from tests.train.tiny_run import TinyRun, config, no_peak, same
 
 STEPS = 15
 BASE = {

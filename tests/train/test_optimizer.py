@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from tests.train.tiny_run import MODEL, config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from freight.assemble.build import architecture_for, build_model
 from freight.config.schema import OptimizerConfig
 from freight.train.optimizer import build_optimizer, decay_groups, optimizer_state
+from tests.train.tiny_run import MODEL, config
 
 
 def model(mesh: DeviceMesh, tmp_path, **keys: object):

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,13 +56,13 @@ class TokenBatch:
     def __post_init__(self) -> None:
         starts = self.cu_seqlens
         tokens = self.input_ids.shape[0]
-        if len(starts) < 2 or starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in zip(starts, starts[1:])):
+        if len(starts) < 2 or starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in pairwise(starts)):
             raise LayoutError(
                 f"`cu_seqlens` must start at 0, increase strictly and end at the row's {tokens} tokens; "
                 f"got {list(starts)}."
             )
-        spans = [b - a for a, b in zip(starts, starts[1:])]
-        if len(self.lengths) != len(spans) or any(not 0 <= n <= s for n, s in zip(self.lengths, spans)):
+        spans = [b - a for a, b in pairwise(starts)]
+        if len(self.lengths) != len(spans) or any(not 0 <= n <= s for n, s in zip(self.lengths, spans, strict=True)):
             raise LayoutError(f"`lengths` must lie between 0 and the segments' {spans}; got {list(self.lengths)}.")
 
     @classmethod
@@ -80,6 +81,8 @@ class TokenBatch:
             documents: Token ids of each document.
             labels: Shifted labels of each; by default every next token of the same document is predicted.
             pad_to: Tokens of the stream; by default the documents' own.
+            pad_id: Id at padding; it has no influence on anything.
+            **fields: Other fields of the batch: `seed`, `step`, `microbatch`.
         """
         if labels is None:
             labels = [[*document[1:], IGNORE_INDEX] for document in documents]
@@ -119,7 +122,7 @@ class TokenBatch:
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """`(start, length)` of every segment with real tokens."""
-        return tuple((start, length) for start, length in zip(self.cu_seqlens, self.lengths) if length)
+        return tuple((start, length) for start, length in zip(self.cu_seqlens, self.lengths, strict=False) if length)
 
     @cached_property
     def max_seqlen(self) -> int:
@@ -128,7 +131,7 @@ class TokenBatch:
 
     @cached_property
     def valid(self) -> Tensor:
-        """bool `[tokens]`: the token belongs to a document."""
+        """Bool `[tokens]`: the token belongs to a document."""
         mask = torch.zeros(self.tokens, dtype=torch.bool)
         for start, length in self.spans:
             mask[start : start + length] = True
@@ -192,7 +195,7 @@ class TokenRange:
 
     @property
     def valid(self) -> Tensor:
-        """bool `[stop - start]`."""
+        """Bool `[stop - start]`."""
         return self.batch.valid[self.start : self.stop]
 
     @property

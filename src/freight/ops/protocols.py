@@ -126,4 +126,3 @@ class TensorStore(Protocol):
     def get(self, index: int) -> tuple[Tensor, ...]:
         """Give them back, on the device."""
         ...
-
