@@ -3,7 +3,7 @@
 Every function with a docstring becomes one: the user asks for the function given its module, signature and docstring,
 the assistant answers with the real source. Nothing is downloaded, the records are the same on every run of one Python
 version, and their lengths are skewed like chat data (most short, a long tail), which is what packing is for. About one
-module in twenty is held out, by the hash of its name, so no function of a held-out module is ever trained on.
+module in ten is held out, by the hash of its name, so no function of a held-out module is ever trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 # Tests and the copies of other projects are not the library's own explanations.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-HELD_OUT_SHARE = 20
+HELD_OUT_SHARE = 10
 
 
 @dataclass(frozen=True)

