@@ -7,14 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from freight.assemble.build import architecture_for, build_for_inference, build_model, model_tensors
+from freight.assemble.build import (
+    architecture_for,
+    build_for_inference,
+    build_model,
+    compile_blocks,
+    model_tensors,
+)
 from freight.config.schema import Config, OptimizerConfig
 from freight.errors import ConfigError
+from freight.nn.decoder import Decoder
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch
+from freight.parallel.data import whole
 from freight.parallel.mesh import build_mesh
 from freight.train.optimizer import build_optimizer
 from freight.train.step import StepResult, train_step
@@ -117,16 +126,31 @@ def test_a_missing_architecture_is_a_config_error() -> None:
         architecture_for(Config.model_validate({**settings().model_dump(by_alias=True), "model": {"num_layers": 2}}))
 
 
+def loss_and_gradients(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
+    out = model(TokenBatch.from_documents(DOCUMENTS))
+    (out.objective / 12).backward()
+    return out.nll, {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_blocks_are_traced_once_for_all_layers_and_agree(mesh: DeviceMesh) -> None:
+    """Tracing and differentiation by the compiler, without its code generator, which takes a minute."""
+    run = settings()
+    arch = architecture_for(run).model_copy(update={"num_layers": 10})
+    nll, gradients = loss_and_gradients(build_model(arch, run, mesh))
+    model = build_model(arch, run, mesh)
+    compile_blocks(model, backend="aot_eager")
+    before = dict(counters["frames"])
+    traced_nll, traced = loss_and_gradients(model)
+    assert counters["frames"]["ok"] - before.get("ok", 0) == counters["frames"]["total"] - before.get("total", 0) <= 4
+    assert difference(traced_nll, nll) < 1e-5
+    assert traced.keys() == gradients.keys()
+    assert all(difference(traced[name], gradients[name]) < 1e-5 for name in gradients)
+
+
+@pytest.mark.slow
 def test_compiled_blocks_agree(mesh: DeviceMesh) -> None:
-    """Loss and every gradient, to the rounding of another order of operations."""
-    batch = TokenBatch.from_documents(DOCUMENTS)
-    sums, gradients = [], []
-    for compiled in (False, True):
-        run = settings(compile=compiled)
-        model = build_model(architecture_for(run), run, mesh)
-        out = model(batch)
-        (out.objective / 12).backward()
-        sums.append(out.nll)
-        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})  # type: ignore[union-attr]
-    assert difference(sums[1], sums[0]) < 1e-5
-    assert all(difference(gradients[1][name], g) < 1e-5 for name, g in gradients[0].items())
+    nll, gradients = loss_and_gradients(build_model(architecture_for(settings()), settings(), mesh))
+    run = settings(compile=True)
+    compiled_nll, compiled = loss_and_gradients(build_model(architecture_for(run), run, mesh))
+    assert difference(compiled_nll, nll) < 1e-5
+    assert all(difference(compiled[name], gradients[name]) < 1e-5 for name in gradients)

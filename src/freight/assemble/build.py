@@ -121,7 +121,12 @@ def _load(model: Decoder, weights: Weights) -> None:
 
 
 def compile_blocks(model: Decoder, backend: str = "inductor") -> None:
-    """Compile the token-wise parts of every block, once per shape; attention stays as it is."""
+    """Compile the token-wise parts of every block, once per shape for all layers; attention stays as it is.
+
+    Args:
+        model: To change.
+        backend: Of `torch.compile`.
+    """
     for block in model.layers:
         assert isinstance(block, Block)
         for part in ("pre", "post"):

@@ -39,7 +39,7 @@ class RankPool:
         timeout_seconds: Per call, unless a call says otherwise.
     """
 
-    def __init__(self, size: int = 4, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, size: int = 4, timeout_seconds: float = 120.0) -> None:
         self._size = size
         self._timeout_seconds = timeout_seconds
         self._ranks: list[tuple[BaseProcess, Any]] = []
