@@ -63,12 +63,12 @@ def _document_lengths(axes: Axes, report: PackReport, lengths: np.ndarray) -> No
     axes.xaxis.set_major_locator(MaxNLocator(6))
     longest = int(lengths.max())
     axes.set_xlim(0, longest * 1.02)
-    for name, words in (("median", "median"), ("99%", "99% below")):
+    for name, words, height in (("median", "median", 0.97), ("99%", "99% below", 0.89)):
         length = report.length_quantiles[name]
         axes.axvline(length, color=INK, linewidth=1, linestyle=(0, (3, 2)))
         axes.annotate(
             f"{words} {length:,}",
-            (length, 0.97),
+            (length, height),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0) if length < 0.6 * longest else (-4, 0),
             ha="left" if length < 0.6 * longest else "right",
