@@ -64,6 +64,9 @@ def open_rows(
     if tokenizer is None:
         raise ConfigError("`data.tokenizer` is missing; name a tokenizer folder, a tokenizer.json or a .gguf file.")
     documents = tokenise(sources, config, tokenizer, vocab_size=vocab_size, output_dir=rejects_dir, progress=progress)
+    if which == "validation" and config.packing is None:
+        # The numbers are the same packed or not; a row per document would only compute padding.
+        config = config.model_copy(update={"packing": PackingConfig(algorithm="first_fit_decreasing")})
     return pack_in_memory(documents, config, seed, shuffle=config.shuffle and which == "train")
 
 

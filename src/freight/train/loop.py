@@ -299,7 +299,7 @@ class Loop:
         model = self._trainable.model
         evaluation = evaluate(
             model,
-            evaluation_batches(rows, self._prepared.plan.micro_batch_tokens),
+            evaluation_batches(rows, self._prepared.plan.micro_batch_tokens, pad_rows=False),
             source_of=rows.source_of,
             chunk_tokens=self._config.train.loss_chunk_tokens,
             progress=self._progress,
