@@ -15,6 +15,7 @@ from freight.errors import CheckpointError, ConfigError
 from freight.train.optimizer import build_optimizer
 from freight.train.resume import (
     Counters,
+    RunFailed,
     Saver,
     claim_run_folder,
     find_checkpoint,
@@ -145,6 +146,26 @@ def test_a_failed_save_keeps_the_one_before_and_two_in_a_row_stop(
     assert steps(tmp_path) == ["step-000006"]
     full = True
     saving.save(8)
-    with pytest.raises(CheckpointError, match=r"failed 2 times in a row.*No space left"):
+    with pytest.raises(RunFailed, match=r"failed 2 times in a row.*No space left"):
         saving.save(10)
     assert steps(tmp_path) == ["step-000006"]
+
+
+def test_checkpoints_of_a_course_that_is_left_are_set_aside(tmp_path):
+    for step in (100, 400, 500):
+        saved_state.save(tmp_path, step, {"model": {"w": torch.ones(2)}}, {}).wait()
+    moved = saved_state.set_aside_after(tmp_path, 100)
+    assert sorted(path.name for path in moved) == ["abandoned-step-000400", "abandoned-step-000500"]
+    saved_state.save(tmp_path, 200, {"model": {"w": torch.ones(2)}}, {}).wait()
+    saved_state.prune(tmp_path, 1)
+    assert saved_state.newest_good(tmp_path, lambda _: None) == tmp_path / "step-000200"
+    saved_state.save(tmp_path, 400, {"model": {"w": torch.ones(2)}}, {}).wait()
+    assert [path.name for path in saved_state.set_aside_after(tmp_path, 300)] == ["abandoned-step-000400-2"]
+
+
+def test_auto_refuses_to_start_over_when_every_checkpoint_is_damaged(tmp_path):
+    saved_state.save(tmp_path, 4, {"model": {"w": torch.ones(2)}}, {}).wait()
+    (tmp_path / "step-000004" / "meta.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"nothing to resume. Start again with --overwrite"):
+        find_checkpoint("auto", tmp_path, lambda _: None)
+    assert find_checkpoint("auto", tmp_path / "new", lambda _: None) is None

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import yaml
 
+from freight.checkpoint import saved_state
 from freight.config.schema import Config
 from freight.data.loader import StepData, evaluation_batches
-from freight.errors import FreightError
 from freight.parallel.data import free_gathered
 from freight.train.console import evaluation_line, gibibytes, step_line
 from freight.train.data_facts import data_facts
@@ -31,6 +31,7 @@ from freight.train.report import write_report
 from freight.train.resume import (
     CONFIG_FILE,
     Counters,
+    RunFailed,
     Saver,
     claim_run_folder,
     find_checkpoint,
@@ -78,10 +79,6 @@ class TrainResult:
     evaluation: Evaluation | None
 
 
-class RunFailed(FreightError):
-    """Training cannot go on; nobody's input is wrong."""
-
-
 def train(
     config: Config,
     *,
@@ -124,6 +121,7 @@ def train(
         _describe_run(prepared, run_dir)
         for line in prepared.plan.words():
             report_line(line)
+        loop = None
         try:
             trainable = build(prepared, world)
             loop = Loop(prepared, trainable, run_dir, checkpoints, report_line, show_step, progress)
@@ -132,7 +130,8 @@ def train(
             with StopSignals() as signals:
                 return loop.run(signals)
         except BaseException as error:
-            _leave(run_dir, RunStatus("failed", _one_line(error), total_steps=prepared.total_steps))
+            step = 0 if loop is None else loop.step
+            _leave(run_dir, RunStatus("failed", _one_line(error), step, prepared.total_steps))
             raise
 
 
@@ -164,6 +163,7 @@ class Loop:
         self._prepared = prepared
         self._trainable = trainable
         self._run_dir = run_dir
+        self._checkpoints = checkpoints
         self._say = say
         self._show_step = show_step or (lambda *step: say(step_line(*step)))
         self._progress = progress
@@ -182,8 +182,13 @@ class Loop:
         self._evaluated_step: int | None = None
         self._reported = time.monotonic()
 
+    @property
+    def step(self) -> int:
+        """Global batches consumed."""
+        return self._counters.step
+
     def resume(self, checkpoint: Path) -> None:
-        """Go to where a checkpoint stands.
+        """Go to where a checkpoint stands; later ones of the run, which it now leaves, are set aside.
 
         Raises:
             CheckpointError: Damaged, or of another model.
@@ -195,6 +200,8 @@ class Loop:
         for notice in self._loader.load_state_dict(state, allow_changed=self._config.data.allow_changed):
             self._warn(notice)
         self._resumed_step = self._saver.saved_step = self._counters.step
+        for abandoned in saved_state.set_aside_after(self._checkpoints, self._counters.step):
+            self._warn(f"{abandoned} holds a later step of another course of this run; it is kept and no longer used")
         self._say(f"resumed from {checkpoint} after step {self._counters.step}")
 
     def run(self, signals: StopSignals) -> TrainResult:
@@ -297,9 +304,11 @@ class Loop:
         if rows is None or self._evaluated_step == step:
             return
         model = self._trainable.model
+        # Validation may be packed to another size than training.
+        tokens = max(1, self._prepared.plan.micro_batch_tokens // rows.pack_size) * rows.pack_size
         evaluation = evaluate(
             model,
-            evaluation_batches(rows, self._prepared.plan.micro_batch_tokens, pad_rows=False),
+            evaluation_batches(rows, tokens, pad_rows=False),
             source_of=rows.source_of,
             chunk_tokens=self._config.train.loss_chunk_tokens,
             progress=self._progress,
@@ -322,12 +331,21 @@ class Loop:
             self._trainable.model, self._trainable.optimizer, self._counters, self._loader.state_dict(), meta
         )
 
+    def _save_for_good(self) -> None:
+        """Save, and come back only when it is on disk: nothing follows that could try again.
+
+        Raises:
+            RunFailed: Two attempts failed.
+        """
+        while self._saver.saved_step != self._counters.step or self._saver.pending:
+            self._save()
+            self._saver.finish()
+
     def _end(self, signals: StopSignals) -> TrainResult:
         """Save, evaluate, and say how it ended."""
         step, total = self._counters.step, self._prepared.total_steps
         if signals.requested is not None and step < total:
-            self._save()
-            self._saver.finish()
+            self._save_for_good()
             message = (
                 f"stopped by {signals.requested.name} after step {step} of {total}, saved; continue with: "
                 f"freight train {self._run_dir / CONFIG_FILE} --resume auto"
@@ -335,10 +353,10 @@ class Loop:
             self._status("interrupted", message)
             exit_code = signals.exit_code
         else:
-            self._evaluate()
             if self._config.checkpoint.save_final:
-                self._save()
+                self._save_for_good()
             self._saver.finish()
+            self._evaluate()
             message = f"done after step {step}"
             self._status("finished", message)
             exit_code = 0

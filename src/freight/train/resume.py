@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from freight.checkpoint import saved_state
-from freight.errors import CheckpointError, ConfigError
+from freight.errors import CheckpointError, ConfigError, FreightError
 from freight.train.metrics import METRICS_FILE
 from freight.train.optimizer import optimizer_state
 from freight.train.report import REPORT_FILE
@@ -36,6 +36,10 @@ RUN_FILES = (
     "environment.json",
 )
 RUN_FOLDERS = ("tensorboard", "profile", "wandb")
+
+
+class RunFailed(FreightError):
+    """Training cannot go on; nobody's input is wrong."""
 
 
 @dataclass
@@ -99,10 +103,15 @@ def find_checkpoint(resume: str, directory: Path, warn: Callable[[str], None]) -
         None if `auto` finds nothing: the run starts from the beginning.
 
     Raises:
-        CheckpointError: The given path is no checkpoint, or is damaged.
+        CheckpointError: The given path is no checkpoint, or is damaged; or `auto` finds only damaged ones.
     """
     if resume == "auto":
-        return saved_state.newest_good(directory, warn)
+        newest = saved_state.newest_good(directory, warn)
+        if newest is None and saved_state.has_steps(directory):
+            raise CheckpointError(
+                f"no checkpoint in {directory} is whole, so there is nothing to resume. Start again with --overwrite."
+            )
+        return newest
     path = Path(resume).expanduser()
     saved_state.verify(path)
     return path
@@ -158,13 +167,18 @@ class Saver:
         self._failures = 0
         self.saved_step: int | None = None
 
+    @property
+    def pending(self) -> bool:
+        """Whether a save is still being written."""
+        return self._pending is not None
+
     def save(
         self, model: nn.Module, optimizer: AdamW, counters: Counters, loader: dict[str, Any], meta: dict[str, Any]
     ) -> None:
         """Save the present state, after the save before it is complete.
 
         Raises:
-            CheckpointError: The second failure in a row; the newest complete checkpoint stays.
+            RunFailed: The second failure in a row; the newest complete checkpoint stays.
         """
         self.finish()
         meta = {**meta, "counters": asdict(counters), "loader": loader}
@@ -180,7 +194,7 @@ class Saver:
         """Wait for a save that is being written, then drop checkpoints beyond `keep`.
 
         Raises:
-            CheckpointError: As `save`.
+            RunFailed: As `save`.
         """
         if self._pending is None:
             return
@@ -197,7 +211,7 @@ class Saver:
         self._failures += 1
         self.saved_step = None
         if self._failures >= MAX_FAILED_SAVES:
-            raise CheckpointError(
+            raise RunFailed(
                 f"saving failed {self._failures} times in a row: {error}. Make room under {self._directory}, then "
                 "continue with --resume auto."
             ) from error
