@@ -166,6 +166,6 @@ def test_checkpoints_of_a_course_that_is_left_are_set_aside(tmp_path):
 def test_auto_refuses_to_start_over_when_every_checkpoint_is_damaged(tmp_path):
     saved_state.save(tmp_path, 4, {"model": {"w": torch.ones(2)}}, {}).wait()
     (tmp_path / "step-000004" / "meta.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"nothing to resume. Start again with --overwrite"):
+    with pytest.raises(CheckpointError, match=r"nothing to resume\. Start again with --overwrite"):
         find_checkpoint("auto", tmp_path, lambda _: None)
     assert find_checkpoint("auto", tmp_path / "new", lambda _: None) is None

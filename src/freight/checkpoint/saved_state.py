@@ -156,6 +156,30 @@ def newest_good(directory: str | Path, warn: Callable[[str], None]) -> Path | No
     return None
 
 
+def has_steps(directory: str | Path) -> bool:
+    """Whether there is any saved state, whole or not."""
+    return bool(_steps(Path(directory)))
+
+
+def set_aside_after(directory: str | Path, step: int) -> list[Path]:
+    """Rename saved states behind a step to `abandoned-...`: a run that goes on from there must not lose to them.
+
+    Returns:
+        Their new paths.
+    """
+    moved = []
+    for path in _steps(Path(directory)):
+        if int(path.name.removeprefix("step-")) > step:
+            target = path.with_name(f"abandoned-{path.name}")
+            number = 1
+            while target.exists():
+                number += 1
+                target = path.with_name(f"abandoned-{path.name}-{number}")
+            path.rename(target)
+            moved.append(target)
+    return moved
+
+
 def prune(directory: str | Path, keep: int) -> list[Path]:
     """Delete all saved states older than the newest `keep` complete ones, and return what was deleted."""
     steps = _steps(Path(directory))
