@@ -143,10 +143,19 @@ class TestWindows:
         assert architecture_from({**mistral, "sliding_window": 0}).sliding_window is None
         assert architecture_from({**mistral, "sliding_window": None}).sliding_window is None
         assert architecture_from(mistral).sliding_window == 4096
-        assert architecture_from({**QWEN2, "sliding_window": 9, "use_sliding_window": False}).sliding_window is None
+        switched_off = {**QWEN2, "sliding_window": 9, "use_sliding_window": False, "max_window_layers": 0}
+        assert architecture_from(switched_off).sliding_window is None
 
     def test_llama_has_none(self) -> None:
         assert architecture_from({**LLAMA, "sliding_window": 9}).sliding_window is None
+
+    @pytest.mark.parametrize(
+        ("family", "keys"), [("gemma2", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 3})]
+    )
+    def test_files_from_before_layer_types(self, family: str, keys: dict[str, Any]) -> None:
+        theirs = AutoConfig.for_model(family, num_hidden_layers=5, **keys).to_dict()
+        written = theirs.pop("layer_types")
+        assert architecture_from({**theirs, **keys}).layer_types == tuple(written)
 
     def test_layer_types_must_fit(self) -> None:
         with pytest.raises(CheckpointError, match="3 entries for 2 layers"):

@@ -102,6 +102,21 @@ def test_the_main_job_end_to_end(trained, tmp_path):
     assert first.stdout == second.stdout
 
 
+def test_keys_beside_hf_hold_for_evaluation_too(trained, tmp_path):
+    exported = tmp_path / "exported"
+    freight("export", trained, exported, "--dtype", "fp32")
+    path = config(tmp_path, data={"validation": str(chats(tmp_path / "heldout.jsonl", 3))})
+    raw = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(raw | {"model": {"hf": str(exported)}}))
+    plain = json.loads(freight("evaluate", path, "--json").stdout)
+    capped = json.loads(freight("evaluate", path, "model.final_softcap=0.001", "--json").stdout)
+    assert capped["loss"] != pytest.approx(plain["loss"], abs=1e-3)
+    (exported / "model.safetensors").unlink()
+    bare = freight("evaluate", path)
+    assert bare.exit_code == 2
+    assert "has no weights" in bare.stderr
+
+
 def test_a_run_is_not_overwritten_by_accident(trained):
     result = freight("train", trained / "config.yaml")
     assert result.exit_code == 2

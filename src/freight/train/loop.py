@@ -225,7 +225,7 @@ class Loop:
             peak = gibibytes(peak_memory_bytes(self._trainable.device))
             raise RunFailed(
                 f"out of memory in step {self._counters.step + 1}, peak {peak}: {_one_line(error)} "
-                "Lower train.micro_batch_tokens; the global batch and the results stay the same."
+                "Lower train.micro_batch_tokens (a multiple of the pack size); the global batch stays the same."
             ) from error
         finally:
             self._log.close()
