@@ -75,20 +75,27 @@ def load_model(
     """
     import torch
 
-    from freight.assemble.build import build_for_inference
+    from freight.assemble.build import architecture_for, build_for_inference, weights_for
     from freight.assemble.stored_model import open_stored_model
+    from freight.config.checks import architecture_faults
     from freight.data.tokenizer import load_tokenizer
 
-    config = None
     if is_config(path):
         config = read_config(path, overrides, check_files=False)
         if config.model.hf is None:
             raise ConfigError(f"{path}: `model.hf` is not set, so there are no weights. Give the run folder instead.")
+        arch = architecture_for(config)
+        if faults := architecture_faults(arch):
+            raise ConfigError(*faults)
+        weights = weights_for(config, arch)
+        if weights is None:
+            raise ConfigError(f'`model.hf` "{config.model.hf}" has no weights. Give a folder with weights, or a run.')
     elif overrides:
         raise ConfigError(f"overrides need a config; got {' '.join(overrides)} with {path}. Remove them.")
-    stored = open_stored_model(config.model.hf if config else path, remark)
-    config = config or stored.config
+    else:
+        stored = open_stored_model(path, remark)
+        config, arch, weights = stored.config, stored.arch, stored.weights
     tokenizer = load_tokenizer(tokenizer_path(config) if config else str(path))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention = config.attention if config else None
-    return build_for_inference(stored.arch, stored.weights, attention=attention, device=device), tokenizer, config
+    return build_for_inference(arch, weights, attention=attention, device=device), tokenizer, config
