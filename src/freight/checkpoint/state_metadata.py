@@ -33,6 +33,7 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # its name when written by Python 3.13
 }
 
 
