@@ -228,3 +228,15 @@ def test_rows_from_file_and_memory_train_on_the_same_tokens(texts, tmp_path):
         )
 
     assert pairs(rows_of(config)) == pairs(rows_of(config_of(file.path)))
+
+
+def test_rejects_of_training_and_validation_are_kept_apart(tmp_path):
+    for which in ("train", "validation"):
+        (tmp_path / which).mkdir()
+        (tmp_path / which / "a.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n' + f'["{which}"]\n')
+    skip = {"format": "text", "on_bad_record": "skip", "max_skipped_fraction": 1.0}
+    config = config_of(tmp_path / "train/a.jsonl", validation=str(tmp_path / "validation/a.jsonl"), **skip)
+    for which in ("train", "validation"):
+        open_rows(config, 0, which, tokenizer_of(), vocab_size=16, rejects_dir=tmp_path / "run")
+    assert '["train"]' in json.loads((tmp_path / "run/rejects-a.jsonl").read_text())["raw"]
+    assert '["validation"]' in json.loads((tmp_path / "run/validation/rejects-a.jsonl").read_text())["raw"]

@@ -43,7 +43,7 @@ def open_rows(
         which: Which of the two.
         tokenizer: The run's tokenizer, with its chat template; None if the config names packed files only.
         vocab_size: The model's; no id may reach it.
-        rejects_dir: Where records that cannot be used are listed.
+        rejects_dir: Where records that cannot be used are listed; those of validation in `validation/` below it.
         progress: Called with done, total and a word.
 
     Raises:
@@ -63,6 +63,8 @@ def open_rows(
         raise ConfigError("`data.validation` is not set; name a file to evaluate on.")
     if tokenizer is None:
         raise ConfigError("`data.tokenizer` is missing; name a tokenizer folder, a tokenizer.json or a .gguf file.")
+    if which == "validation" and rejects_dir is not None:
+        rejects_dir = rejects_dir / which  # its sources may have the same names as those of training
     documents = tokenise(sources, config, tokenizer, vocab_size=vocab_size, output_dir=rejects_dir, progress=progress)
     if which == "validation" and config.packing is None:
         # The numbers are the same packed or not; a row per document would only compute padding.
