@@ -20,10 +20,13 @@ REPLACED = ".freight-replaced"
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write into; it becomes `target`, replacing what stands there, when the block ends without an error.
 
-    What an earlier, interrupted attempt left is removed first. After an error nothing is left.
+    What an earlier, interrupted attempt left is removed first; what it had moved away comes back. After an error
+    nothing new is left, and `target` is what it was.
     """
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
     replaced = target.with_name(f".{target.name}{REPLACED}")
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)  # an earlier attempt died between its two renames
     for leftover in (unfinished, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -36,6 +39,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
         unfinished.rename(target)
         flush(target.parent)
     except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
