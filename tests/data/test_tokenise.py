@@ -113,6 +113,14 @@ def test_a_damaged_entry_is_made_again_and_a_failed_one_leaves_nothing(tmp_path)
     assert entries(cache) == [entry]
 
 
+def test_what_a_killed_process_of_the_same_id_left_is_no_obstacle(tmp_path):
+    source = write(tmp_path / "chat.jsonl", chat("a", "b"))
+    run(source, cache_dir=str(tmp_path / "first"))
+    (entry,) = entries(tmp_path / "first")
+    (tmp_path / "second/tokenized" / f".{entry}.{os.getpid()}").mkdir(parents=True)
+    same(run(source, cache_dir=str(tmp_path / "second")), run(source))
+
+
 def test_a_bad_record_stops_the_run_with_file_line_field_and_fix(tmp_path):
     source = write(tmp_path / "train.jsonl", chat("a", "b"), "", {"messages": [{"role": "user", "content": 5}]})
     with pytest.raises(DataError) as caught:

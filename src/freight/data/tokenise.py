@@ -6,8 +6,8 @@ documents stay in memory and nothing but rejects is written.
 
 from __future__ import annotations
 
-import os
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,7 +88,8 @@ def build_entry(job: Job, final: Path, hashes: dict[Path, str], output_dir: Path
     Raises:
         DataError: The cache cannot be written, or the data cannot be used; nothing is left in the cache then.
     """
-    temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    # Not named by process id, which containers reuse; not mkdtemp, whose mode would close a shared cache to others.
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
