@@ -52,6 +52,8 @@ def _first_line(name: str) -> str:
 
 
 def _parsed(options: list[str]) -> dict[str, Any]:
+    import yaml
+
     from freight.config.yaml_text import read_value
 
     parsed: dict[str, Any] = {}
@@ -59,7 +61,12 @@ def _parsed(options: list[str]) -> dict[str, Any]:
         key, equals, value = option.partition("=")
         if not equals:
             raise ConfigError(f'option "{option}" is not `key=value`. Write for example `repeats=5`.')
-        parsed[key] = read_value(value)
+        try:
+            parsed[key] = read_value(value)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise ConfigError(
+                f'option "{option}": the value is broken YAML. Quote it, for example `{key}="..."`.'
+            ) from None
     return parsed
 
 
