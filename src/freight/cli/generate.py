@@ -28,7 +28,7 @@ def generate(
     if (prompt is None) == (chat is None):
         got = "neither" if prompt is None else "both"
         raise ConfigError(f"exactly one of `--prompt` and `--chat` must be given; got {got}.")
-    messages = _messages(chat) if chat is not None else None
+    messages, tools = _conversation(chat) if chat is not None else (None, None)
     decoder, tokenizer, config = load_model(model)
     from freight.data.template import load_chat_template
     from freight.train.generate import generate as continue_ids
@@ -36,7 +36,7 @@ def generate(
 
     data = config.data if config else None
     template = load_chat_template(tokenizer, data.chat_template if data else None, data.template_kwargs if data else {})
-    ids = prompt_ids(tokenizer, prompt or "") if messages is None else chat_ids(tokenizer, template, messages)
+    ids = prompt_ids(tokenizer, prompt or "") if messages is None else chat_ids(tokenizer, template, messages, tools)
     new = continue_ids(
         decoder,
         ids,
@@ -52,11 +52,11 @@ def generate(
     say()
 
 
-def _messages(path: Path) -> list[dict[str, Any]]:
-    """The conversation of a file: `{"messages": [...]}`, a bare list, or the first line of a JSONL file.
+def _conversation(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools of a file: `{"messages": [...]}`, a bare list, or the first line of a JSONL file.
 
     Raises:
-        DataError: Missing, no JSON, or no messages.
+        DataError: Missing, no JSON, no messages, or tools that are no list.
     """
     import json
 
@@ -76,7 +76,10 @@ def _messages(path: Path) -> list[dict[str, Any]]:
     messages = record.get("messages") if isinstance(record, dict) else record
     if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
         raise DataError(f'{path}: no `messages`. Write {{"messages": [{{"role": "user", "content": "Hello"}}]}}.')
-    return messages
+    tools = record.get("tools") if isinstance(record, dict) else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{path}: `tools` must be a list of JSON objects. Write it as in training, or leave it out.")
+    return messages, tools
 
 
 def _is_message(value: Any) -> bool:
