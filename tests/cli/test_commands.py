@@ -129,6 +129,10 @@ def test_a_chat_is_continued(trained, tmp_path):
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
     assert freight("generate", trained, "--chat", chat, "--max-tokens", "2").exit_code == 0
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}], "tools": 5}))
+    refused = freight("generate", trained, "--chat", chat)
+    assert refused.exit_code == 2
+    assert "`tools` must be a list" in refused.stderr
 
 
 def test_pack_show_and_inspect(tmp_path):
@@ -166,9 +170,20 @@ def test_a_config_json_alone_gives_random_weights(trained, tmp_path):
         (("export", ".", "out"), "holds no model"),
         (("import", "broken.gguf", "out"), "broken.gguf"),
         (("import", "nope", "out"), "nope"),
+        (("bench", "attention", "repeats=[1"), 'option "repeats=[1": the value is broken YAML'),
         (("bench", "atention"), "Did you mean `attention`?"),
         (("pack",), "CONFIG or DATA is missing"),
         (("pack", "x.jsonl", "--tokenizer", "tokenizer"), "`--pack-sizes` is missing"),
+        (("pack", "x.jsonl", "--row", "0"), "`--row` has no effect without `--inspect`"),
+        (("pack", "x.jsonl", "--tokenizer", "tokenizer", "--sequence-length", "0"), "`data.sequence_length` must be"),
+        (
+            ("pack", "x.jsonl", "--tokenizer", "tokenizer", "--pack-sizes", "1", "--sequence-length", "10"),
+            "`data.packing.pack_size` must be",
+        ),
+        (
+            ("pack", "x.jsonl", "--tokenizer", "tokenizer", "--pack-sizes", "8", "--document-multiple", "0"),
+            "`data.packing.document_multiple` must be",
+        ),
         (("pack", "x.jsonl", "--pack-sizes", "a,b"), "`--pack-sizes` must be integers"),
         (("pack", "nope.jsonl", "--pack-sizes", "64", "--tokenizer", "tokenizer"), "nope.jsonl"),
         (("pack", "empty.jsonl", "--pack-sizes", "64", "--tokenizer", "tokenizer"), "empty"),

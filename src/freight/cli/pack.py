@@ -45,6 +45,8 @@ def pack(
     if inspect is not None:
         _inspect(inspect, row, tokenizer)
         return
+    if row is not None:
+        raise ConfigError("`--row` has no effect without `--inspect`. Remove it, or name a packed file to inspect.")
     if source is None:
         raise ConfigError("CONFIG or DATA is missing. Write for example `freight pack run.yaml`.")
     sizes = _sizes(pack_sizes)
@@ -98,16 +100,10 @@ def _of_data(
     path: str, packing: dict[str, Any], sizes: list[int] | None, length: int | None, truncation: Truncation | None
 ) -> DataConfig:
     """A data section for a bare file."""
-    from freight.config.schema import DataConfig, PackingConfig
-
     if sizes is None and length is None:
         raise ConfigError("`--pack-sizes` is missing; a data file names no size. Write --pack-sizes 2048.")
-    size = length or min(sizes or [])
-    if size < 2:
-        raise ConfigError(f"`--sequence-length` and `--pack-sizes` must be at least 2; got {size}.")
-    return DataConfig(
-        train=path, sequence_length=size, truncation=truncation, packing=PackingConfig.model_validate(packing)
-    )
+    size = min(sizes or []) if length is None else length
+    return _validated({"train": path, "sequence_length": size, "truncation": truncation, "packing": packing})
 
 
 def _changed(
@@ -118,18 +114,33 @@ def _changed(
     truncation: Truncation | None,
 ) -> DataConfig:
     """A config's data section under the options of the command line."""
-    from freight.config.schema import PackingConfig
-
-    changes: dict[str, Any] = {}
+    raw = section.model_dump(mode="json", exclude_unset=True)
     if packing:
-        changes["packing"] = (section.packing or PackingConfig()).model_copy(update=packing)
+        raw["packing"] = {**(raw.get("packing") or {}), **packing}
     if length is not None:
-        changes["sequence_length"] = length
+        raw["sequence_length"] = length
     elif sizes and "sequence_length" not in section.model_fields_set:
-        changes["sequence_length"] = min(sizes)
+        raw["sequence_length"] = min(sizes)
     if truncation is not None:
-        changes["truncation"] = truncation
-    return section.model_copy(update=changes)
+        raw["truncation"] = truncation
+    return _validated(raw)
+
+
+def _validated(raw: dict[str, Any]) -> DataConfig:
+    """A data section, checked as one that stands in a file.
+
+    Raises:
+        ConfigError: All its faults.
+    """
+    from pydantic import ValidationError
+
+    from freight.config.messages import translate
+    from freight.config.schema import DataConfig
+
+    try:
+        return DataConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(*(sentence for _, sentence in translate(error, raw, DataConfig, "data"))) from None
 
 
 def _missing_tokenizer() -> str:
