@@ -121,7 +121,6 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Decay of both moments.")
     eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(default=0.1, ge=0, description="On weights of two or more dims only.")
-    state_dtype: Literal["fp32"] = Field(default="fp32", description="Dtype of the moments.")
 
 
 class ScheduleConfig(Section):
