@@ -68,6 +68,8 @@ def test_options_that_do_nothing_are_all_named_in_one_list(tmp_path):
         ("train.precision", "fp8", "`train.precision: fp8` is not available in this version of Freight; remove it."),
         ("data.streaming", True, "is not available in this version of Freight; remove it."),
         ("model.moe", {"num_experts": 8}, "`model.moe` (mixture of experts) is not available"),
+        ("data.train", [{"path": "a", "weight": 0.5}], "`data.train[0].weight` (mixing of sources by weight) is not"),
+        ("data.validation", ["a", {"path": "b", "split": "test"}], "`data.validation[1].split: test` is not available"),
         ("adapter", {"type": "lora"}, "`adapter` (adapters such as LoRA) is not available"),
         ("train.sequence_length", 64, "Did you mean `data.sequence_length`?"),
         ("modle.preset", "debug", "Did you mean `model`?"),
