@@ -73,8 +73,15 @@ def test_seeds_fall_back_from_packing_to_data_to_train(texts):
 
 
 def test_validation_is_never_shuffled(texts):
-    rows = rows_of(config_of(texts, validation=str(texts)), "validation")
+    rows = rows_of(config_of(texts, validation=str(texts), packing={"algorithm": "none"}), "validation")
     assert [int(rows.row(0, 0, n).documents[0]) for n in range(20)] == list(range(20))
+
+
+def test_validation_without_packing_computes_no_padding_rows_and_still_every_document_once(texts):
+    rows = rows_of(config_of(texts, validation=str(texts)), "validation")
+    found = [int(document) for n in range(rows.num_rows) for document in rows.row(0, 0, n).documents]
+    assert rows.num_rows < len(found)
+    assert sorted(found) == list(range(rows.num_documents))
     with pytest.raises(ConfigError, match=r"data\.validation. is not set"):
         rows_of(config_of(texts), "validation")
 
