@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from freight.config.schema import DataConfig, Source
 from freight.data.documents import InMemoryDocuments
 from freight.data.token_store import StoredDocuments
-from freight.data.tokenise import tokenise
+from freight.data.tokenise import remarks, tokenise
 from freight.data.tokenizer import Encoder
 from freight.errors import DataError
 from tests.data.small_tokenizer import CHATML, REWRITING, small_tokenizer
@@ -322,3 +322,16 @@ def test_large_batches_and_many_arrow_batches_keep_every_document(tmp_path, monk
     assert np.array_equal(cached.lengths, [3 * (i % 5 + 1) + 2 for i in range(50)])
     with pytest.raises(IndexError):
         cached[50]
+
+
+def test_remarks_account_for_every_record_and_are_empty_for_a_packed_file():
+    metadata = {
+        "notices": ["a.jsonl: format text (detected)"],
+        "warnings": ["odd"],
+        "records_read": 5,
+        "records_used": 3,
+    }
+    notices, warnings = remarks(metadata)
+    assert notices == ["a.jsonl: format text (detected)", "records: 5 read = 3 used + 2 left out"]
+    assert warnings == ["odd"]
+    assert remarks({}) == ([], [])

@@ -79,7 +79,9 @@ def test_a_run_folder_holds_everything_and_its_config_reads_back(files: Path) ->
     again = load_config(result.run_dir / "config.yaml")
     assert again.model_dump() == config(files).model_dump()
     plan = (result.run_dir / "plan.txt").read_text().splitlines()
-    assert lines[: len(plan)] == plan
+    at = lines.index(plan[0])
+    assert lines[at : at + len(plan)] == plan
+    assert "records: 12 read = 12 used + 0 left out" in lines[:at]
     assert json.loads((result.run_dir / "data.json").read_text())["documents"] == 12
     assert json.loads((result.run_dir / "status.json").read_text())["state"] == "finished"
     assert result.evaluation is not None

@@ -160,7 +160,7 @@ def _print(reports: list[Any], config: Config | None, as_json: bool) -> None:
     if as_json:
         say(json.dumps([report.as_dict() for report in reports]))
         return
-    for line in table(reports):
+    for line in (*reports[0].remarks, *table(reports)):
         say(line)
     for report in reports:
         if report.output:

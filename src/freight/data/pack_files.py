@@ -21,7 +21,7 @@ from freight.data.pack_picture import draw
 from freight.data.pack_report import PackReport, advise, measure
 from freight.data.packed_file import SUFFIXES, packed_metadata, read_metadata, write_packed
 from freight.data.packing import ALGORITHMS, PackedRows, pack
-from freight.data.tokenise import tokenise
+from freight.data.tokenise import remarks, tokenise
 from freight.errors import ConfigError, DataError
 
 Progress = Callable[[int, int, str], None]
@@ -142,7 +142,8 @@ def _pack(
 def _report(
     documents: Documents, config: DataConfig, rows: PackedRows, seed: int, seconds: float, *, advice: bool = True
 ) -> PackReport:
-    return measure(
+    notices, warnings = remarks(documents.metadata)
+    report = measure(
         rows,
         documents.lengths,
         sequence_length=config.sequence_length,
@@ -153,6 +154,7 @@ def _report(
         tokens_dropped=documents.metadata.get("tokens_dropped", 0),
         advice=advise(documents.lengths, rows.pack_size, seed, document_multiple=_multiple(config)) if advice else "",
     )
+    return replace(report, remarks=[*notices, *(f"warning: {warning}" for warning in warnings)])
 
 
 def _compare(

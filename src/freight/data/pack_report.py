@@ -44,6 +44,7 @@ class PackReport:
         advice: One sentence.
         output: The file, or empty.
         reused: The file was already there, with equal metadata.
+        remarks: What was noticed while the records were read; equal for all packings of them.
     """
 
     pack_size: int
@@ -70,6 +71,7 @@ class PackReport:
     advice: str = ""
     output: str = ""
     reused: bool = False
+    remarks: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -10,6 +10,7 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -128,3 +129,21 @@ def place_rejects(sources: list[SourceFiles], origin: Path | None, folder: Path 
         if origin is not None and (origin / name).exists():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin / name, folder / name)
+
+
+def remarks(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What a user should hear of the records that were read.
+
+    Args:
+        metadata: Of the documents, or of rows made of them; a packed file has none of it.
+
+    Returns:
+        Notices, among them that every record is accounted for, and warnings.
+    """
+    notices = list(metadata.get("notices", ()))
+    if "records_read" in metadata:
+        left_out = metadata["records_read"] - metadata["records_used"]
+        notices.append(
+            f"records: {metadata['records_read']:,} read = {metadata['records_used']:,} used + {left_out:,} left out"
+        )
+    return notices, list(metadata.get("warnings", ()))

@@ -19,6 +19,7 @@ import yaml
 from freight.checkpoint import saved_state
 from freight.config.schema import Config
 from freight.data.loader import StepData, evaluation_batches
+from freight.data.tokenise import remarks
 from freight.parallel.data import free_gathered
 from freight.train.console import evaluation_line, gibibytes, step_line
 from freight.train.data_facts import data_facts
@@ -115,6 +116,12 @@ def train(
     checkpoint = find_checkpoint(resume, checkpoints, warn) if resume is not None else None
     with launched() as world:
         prepared = prepare(config, world, run_dir, progress)
+        for rows in filter(None, (prepared.rows, prepared.validation)):
+            notices, concerns = remarks(rows.metadata)
+            for notice in notices:
+                report_line(notice)
+            for concern in concerns:
+                warn(concern)
         claim_run_folder(run_dir, checkpoints, overwrite=overwrite)
         for message in warnings:
             add_warning(run_dir, message)
