@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from freight.config.architecture import Architecture
 from freight.nn.decoder import Decoder
+from freight.ops.attention_plan import document_pairs
 from freight.train.flops import (
     body_parameters,
-    causal_pairs,
     device_peak,
     head_parameters,
     measured_gemm_rate,
@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_model(changes: dict[str, Any]) -> None:
 @given(st.integers(1, 40), st.none() | st.integers(1, 45))
 def test_pairs_are_counted_one_by_one(length: int, window: int | None) -> None:
     seen = [(q, k) for q in range(length) for k in range(q + 1) if window is None or q - k < window]
-    assert causal_pairs(length, window) == len(seen)
+    assert document_pairs(length, window=window) == len(seen)
 
 
 def test_step_counts_documents_apart_and_windows_per_layer() -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from freight.config.checks import pack_size
 from freight.config.schema import DataConfig, PackingConfig
 from freight.data.documents import Documents
 from freight.data.file_rows import FileRows
@@ -57,7 +58,7 @@ def open_rows(
         check_against_file(config, file)
         _check_model(config, file, tokenizer, vocab_size)
         return FileRows(file, seed, shuffle=config.shuffle and which == "train")
-    check_sizes(config, pack_size_of(config))
+    check_sizes(config, pack_size(config))
     sources = config.train if which == "train" else config.validation
     if sources is None:
         raise ConfigError("`data.validation` is not set; name a file to evaluate on.")
@@ -85,7 +86,7 @@ def pack_in_memory(documents: Documents, config: DataConfig, seed: int, *, shuff
     return DocumentRows(
         documents,
         algorithm_of(config, documents.metadata["format"]),
-        pack_size_of(config),
+        pack_size(config),
         seed,
         packing_seed=packing.seed if packing else None,
         shuffle=shuffle,
@@ -97,11 +98,6 @@ def pack_in_memory(documents: Documents, config: DataConfig, seed: int, *, shuff
 def data_seed(config: DataConfig, train_seed: int) -> int:
     """`data.seed`, by default the run's."""
     return train_seed if config.seed is None else config.seed
-
-
-def pack_size_of(config: DataConfig) -> int:
-    """Tokens of a row."""
-    return (config.packing and config.packing.pack_size) or config.sequence_length
 
 
 def algorithm_of(config: DataConfig, record_format: str) -> str:

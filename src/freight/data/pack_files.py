@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from freight.config.checks import pack_size
 from freight.config.schema import DataConfig, PackingConfig
-from freight.data.build import WITHOUT_TURNS, algorithm_of, check_sizes, data_seed, pack_size_of
+from freight.data.build import WITHOUT_TURNS, algorithm_of, check_sizes, data_seed
 from freight.data.documents import Documents
 from freight.data.pack_picture import draw
 from freight.data.pack_report import PackReport, advise, measure
@@ -65,7 +66,7 @@ def pack_to_files(
     """
     if config.packing is None:
         config = config.model_copy(update={"packing": PackingConfig()})
-    sizes = [pack_size_of(config)] if pack_sizes is None else list(pack_sizes)
+    sizes = [pack_size(config)] if pack_sizes is None else list(pack_sizes)
     check_request(config, sizes, file_format)
     documents = tokenise(
         config.train,

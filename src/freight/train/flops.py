@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from freight.config.architecture import Architecture
+from freight.ops.attention_plan import document_pairs
 from freight.ops.linear import linear
 
 FORMULA = (
@@ -107,13 +108,6 @@ def total_parameters(arch: Architecture) -> int:
     return body_parameters(arch) + tables * arch.hidden_size + (0 if arch.tie_embeddings else head_parameters(arch))
 
 
-def causal_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of one document: the sum over queries of min(place, window), places from 1."""
-    if window is None or length <= window:
-        return length * (length + 1) // 2
-    return window * (window + 1) // 2 + (length - window) * window
-
-
 def step_flops(
     arch: Architecture, lengths: Iterable[int], *, label_tokens: int | None = None, repeated: float = 0.0
 ) -> StepFlops:
@@ -128,7 +122,7 @@ def step_flops(
     documents = list(lengths)
     tokens = sum(documents)
     windows = [arch.window_of(layer) for layer in range(arch.num_layers)]
-    pairs = sum(windows.count(w) * sum(causal_pairs(n, w) for n in documents) for w in set(windows))
+    pairs = sum(windows.count(w) * sum(document_pairs(n, window=w) for n in documents) for w in set(windows))
     body = 6.0 * body_parameters(arch) * tokens + 12.0 * arch.num_attention_heads * arch.dims_per_head * pairs
     head_per_token = 6.0 * head_parameters(arch)
     return StepFlops(
