@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from freight.data.compressed import open_bytes
 from freight.data.records import Place, RawRecord, Reason, RecordFault, shorten
 from freight.data.strict_json import EXCERPT, ParsedFault, StrictDecoder, syntax_fault
 from freight.errors import DataError
 
-BUFFER_BYTES = 1 << 20
 FOREIGN_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -25,28 +25,40 @@ FOREIGN_MARKS = {
 }
 
 
-def read_jsonl(path: Path) -> Iterator[RawRecord]:
+def read_jsonl(path: Path, after: int = -1) -> Iterator[RawRecord]:
     """Yield every non-blank line of a JSON Lines file, parsed or with its fault.
 
+    Args:
+        path: The file, perhaps compressed.
+        after: Lines up to this number are passed over unparsed.
+
     Raises:
-        DataError: The file is in UTF-16 or UTF-32.
+        DataError: The file is in UTF-16 or UTF-32, or compressed and damaged.
     """
     decoder = StrictDecoder()
-    consumed = 0
-    with path.open("rb", buffering=BUFFER_BYTES) as file:
+    for number, line, consumed in read_lines(path, after):
+        yield parse_line(Place(path, "jsonl", number), line, consumed, decoder)
+
+
+def read_lines(path: Path, after: int = -1) -> Iterator[tuple[int, bytes, int]]:
+    """Yield number, bytes without the line end, and position in the file of every non-blank line; see `read_jsonl`."""
+    file, position = open_bytes(path)
+    with file:
         for number, line in enumerate(file, start=1):
-            consumed += len(line)
             if number == 1:
                 line = without_mark(line, path)
             line = line.removesuffix(b"\n").removesuffix(b"\r")
-            if not line.strip(b" \t\r"):
-                continue
-            place = Place(path, "jsonl", number)
-            try:
-                value, fault = as_object(decoder.decode(decode_utf8(line))), None
-            except RecordFault as error:
-                value, fault = None, error
-            yield RawRecord(place, value, fault, line, consumed)
+            if number > after and line.strip(b" \t\r"):
+                yield number, line, position()
+
+
+def parse_line(place: Place, line: bytes, consumed: int, decoder: StrictDecoder) -> RawRecord:
+    """One line as a record, or with its fault."""
+    try:
+        value, fault = as_object(decoder.decode(decode_utf8(line))), None
+    except RecordFault as error:
+        value, fault = None, error
+    return RawRecord(place, value, fault, line, consumed)
 
 
 def read_json_array(path: Path) -> Iterator[RawRecord]:
