@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from freight.ops.batch import IGNORE_INDEX
-
 NO_TAIL = -1
 
 
@@ -43,6 +41,8 @@ class Document:
 
     def labels(self) -> NDArray[np.int64]:
         """int64 `[length]`: the next token where it is a target, else `IGNORE_INDEX`."""
+        from freight.ops.batch import IGNORE_INDEX  # noqa: PLC0415 - brings torch: 3 s, not for tokenising
+
         labels = np.full(len(self), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(self.loss_mask[1:], self.ids[1:], IGNORE_INDEX)
         if self.tail_label != NO_TAIL:

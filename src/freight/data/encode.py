@@ -207,7 +207,7 @@ class SampleEncoder:
     def _check_ids(self, document: Document) -> None:
         worst = int(document.ids.max(initial=0))
         if worst >= self._vocab_size:
-            size = len(self._encoder.tokenizer)
+            size = self._encoder.size
             raise RecordFault(
                 Reason.ID_OUT_OF_RANGE,
                 "",

@@ -10,15 +10,17 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from freight.data.records import Reason, RecordFault
 from freight.data.tokenizer import digest
 from freight.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SHIPPED = ("chatml", "plain")

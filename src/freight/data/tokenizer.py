@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from freight.errors import DataError
+
+if TYPE_CHECKING:  # processes that only encode start in 2 s without it, and in 5 with it
+    from transformers import PreTrainedTokenizerBase
 
 ROUND_TRIP_STRINGS = 64
 
@@ -54,16 +56,18 @@ def read_tokenizer(place: Path) -> PreTrainedTokenizerBase:
     """Choose transformers' loader by what the path is."""
     if place.suffix == ".gguf":
         # AutoTokenizer would read the header slowly first, to build a config nobody asked for: 10 s against 1 s.
-        return PreTrainedTokenizerFast.from_pretrained(str(place.parent), gguf_file=place.name, local_files_only=True)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(
+            str(place.parent), gguf_file=place.name, local_files_only=True
+        )
     if place.is_dir():
         if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
             raise DataError(f"tokenizer {place}: no tokenizer.json in the folder")
-        return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(str(place), local_files_only=True)
     if place.suffix != ".json":
         raise DataError(f"tokenizer {place}: expected a folder, a tokenizer.json or a .gguf file")
     if (place.parent / "tokenizer_config.json").exists():
-        return AutoTokenizer.from_pretrained(str(place.parent), local_files_only=True)
-    return PreTrainedTokenizerFast(tokenizer_file=str(place))
+        return transformers.AutoTokenizer.from_pretrained(str(place.parent), local_files_only=True)
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -123,12 +127,20 @@ class Encoded(NamedTuple):
 class Encoder:
     """Texts to tokens with offsets, in batches; and the special tokens that the rules of documents need.
 
+    Can be sent to other processes, which then need not load the tokenizer.
+
     Args:
-        tokenizer: Is left as it is.
+        tokenizer: Is left as it is, and not kept.
+
+    Attributes:
+        bos_id: Begin of sequence, if the tokenizer has it.
+        eos_id: End of sequence, if the tokenizer has it.
+        size: Tokens of the tokenizer.
+        special_ids: int64, ids of tokens marked special, end of sequence included, sorted.
+        front_ids: What the tokenizer's own post-processor puts in front of a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
         inner = Tokenizer.from_str(backend(tokenizer).to_str())
         inner.no_truncation()
         inner.no_padding()
@@ -136,6 +148,10 @@ class Encoder:
         self._inner = inner
         self.bos_id = single_id(tokenizer.bos_token_id)
         self.eos_id = single_id(tokenizer.eos_token_id)
+        self.size = len(tokenizer)
+        marked = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = np.array(sorted(marked | set(tokenizer.all_special_ids)), dtype=np.int64)
+        self.front_ids = front_ids(backend(tokenizer), inner)
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenise texts as they stand: special tokens in them are parsed, none is added."""
@@ -149,22 +165,6 @@ class Encoder:
         """Text of ids, special tokens included, spaces untouched."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    @cached_property
-    def special_ids(self) -> NDArray[np.int64]:
-        """Ids of tokens marked special, end of sequence included."""
-        marked = {i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
-        return np.array(sorted(marked | set(self.tokenizer.all_special_ids)), dtype=np.int64)
-
-    @cached_property
-    def front_ids(self) -> list[int]:
-        """What the tokenizer's own post-processor puts in front of a text."""
-        plain = self._inner.encode("a", add_special_tokens=False).ids
-        whole = backend(self.tokenizer).encode("a").ids
-        for start in range(len(whole) - len(plain) + 1):
-            if whole[start : start + len(plain)] == plain:
-                return whole[:start]
-        return []
-
     def round_trip_warning(self, texts: Sequence[str]) -> str | None:
         """Says so if decoding does not give texts back, with an example; the tokenizer then normalises."""
         for text, encoded in zip(texts, self.encode(texts), strict=True):
@@ -173,3 +173,10 @@ class Encoder:
                 at = common_prefix(text, decoded)
                 return f"the tokenizer changes text: {text[at : at + 20]!r} becomes {decoded[at : at + 20]!r}"
         return None
+
+
+def front_ids(whole: Tokenizer, plain: Tokenizer) -> list[int]:
+    """What a tokenizer puts in front of a text that its copy without post-processor does not."""
+    ids, bare = whole.encode("a").ids, plain.encode("a", add_special_tokens=False).ids
+    starts = range(len(ids) - len(bare) + 1)
+    return next((ids[:start] for start in starts if ids[start : start + len(bare)] == bare), [])
