@@ -6,6 +6,7 @@ wrote the option: a default is nobody's mistake.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from freight.config.schema import Config, DataConfig, ScheduleConfig, Source
 __all__ = ["architecture_faults", "data_faults", "faults", "file_faults", "fit_faults"]
 
 CHAT_FORMATS = ("messages", "conversations", "prompt_completion", "alpaca")
+_SOURCE_KEYS = ("data.train", "data.validation")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow|txt|md|csv|tsv|gz|zst|bz2|xz|zip)", re.IGNORECASE)
 _BATCH_KEYS = ("global_batch_size", "global_batch_documents", "global_batch_tokens")
 
 
@@ -57,6 +61,8 @@ def data_faults(data: DataConfig) -> Iterator[str]:
     """Faults between the keys of `data` alone."""
     yield from _sizes(data)
     yield from _formats(data)
+    yield from _sources(data)
+    yield from _streaming(data)
     yield from _without_effect(data)
 
 
@@ -108,6 +114,43 @@ def _formats(data: DataConfig) -> Iterator[str]:
         yield f"`data.assistant_{given}` is given without `data.assistant_{lacking}`. Give both, or neither."
 
 
+def _sources(data: DataConfig) -> Iterator[str]:
+    """Weights: every source of training has one, or none has."""
+    train = [source if isinstance(source, Source) else None for source in _entries(data.train)]
+    without = [index for index, source in enumerate(train) if source is None or source.weight is None]
+    if without and len(without) < len(train):
+        yield (
+            f"`data.train[{without[0]}]` has no `weight`, others have. Give every source one (its share of the "
+            "documents), or none: then every record is read once."
+        )
+    if len(train) == 1 and not without:
+        yield "`data.train[0].weight` has no effect on the only source. Remove it."
+    for index, source in enumerate(_entries(data.validation)):
+        if isinstance(source, Source) and source.weight is not None:
+            yield f"`data.validation[{index}].weight` has no effect: validation reads every record once. Remove it."
+
+
+def _entries(sources: str | tuple[str | Source, ...] | None) -> tuple[str | Source, ...]:
+    return (sources,) if isinstance(sources, str) else sources or ()
+
+
+def _streaming(data: DataConfig) -> Iterator[str]:
+    if not data.streaming:
+        if "shuffle_buffer" in data.model_fields_set:
+            yield "`data.shuffle_buffer` has no effect without `data.streaming`: all documents are shuffled. Remove it."
+        return
+    if _packed(data):
+        yield "`data.streaming` has no effect on a packed file, which is read at random. Remove it."
+    if data.drop_last:
+        yield "`data.drop_last` has no effect with `data.streaming`, whose stream has no end. Remove it."
+    if data.cache_dir is not None and "cache_dir" in data.model_fields_set and data.validation is None:
+        yield "`data.cache_dir` has no effect with `data.streaming`, which keeps nothing. Remove it."
+    if data.packing is not None and "window_documents" in data.packing.model_fields_set:
+        yield "`data.packing.window_documents` has no effect with `data.streaming`. Set `data.shuffle_buffer` instead."
+    if any(isinstance(source, Source) and source.max_records is not None for source in _entries(data.train)):
+        yield "`data.train[...].max_records` has no effect with `data.streaming`. Remove one of them."
+
+
 # Keys that decide how text becomes tokens: a packed file holds tokens, so they can no longer do anything.
 _TOKENISING = (
     "fields", "chat_template", "template_kwargs", "assistant_start", "assistant_end", "train_on", "truncation", "bos",
@@ -148,6 +191,14 @@ def _train(config: Config) -> Iterator[str]:
             f"`train.global_batch_tokens` must be set; got {got}. Keep one."
         )
     yield from _batch(config)
+    if config.data.streaming:
+        if train.epochs is not None:
+            yield f"`train.epochs` {train.epochs:g} needs the number of documents; streaming never knows it. Use steps."
+        if train.global_batch_documents is not None and config.data.packing is not None:
+            yield (
+                f"`train.global_batch_documents` {train.global_batch_documents} needs the documents per row, which "
+                "streaming does not know ahead. Use global_batch_tokens."
+            )
     yield from schedule_faults(train.schedule, train.steps)
     if train.evaluate_every_steps is not None and config.data.validation is None:
         yield "`train.evaluate_every_steps` has no effect without `data.validation`. Set the latter, or use null."
@@ -232,8 +283,13 @@ def file_faults(config: Config) -> list[str]:
     return [
         f'`{key}` "{path}" does not exist. Give an existing path (relative ones count from the working folder).'
         for key, path in named
-        if path is not None and not _exists(path)
+        if path is not None and not _exists(path) and not (key.startswith(_SOURCE_KEYS) and is_hub_name(path))
     ]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist may be `owner/name` on the Hugging Face Hub; if it is shows the reader."""
+    return _HUB_NAME.fullmatch(path) is not None and _FILE_NAME.fullmatch(path) is None
 
 
 def _data_files(data: DataConfig) -> Iterator[tuple[str, str | None]]:

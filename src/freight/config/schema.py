@@ -45,9 +45,10 @@ Truncation = Literal["error", "drop", "cut_right", "cut_left", "drop_oldest_turn
 class Source(Section):
     """One source of records."""
 
-    path: str = Field(description="File, folder or glob.")
+    path: str = Field(description="File, folder, glob, or a name on the Hugging Face Hub.")
+    glob: str | None = Field(default=None, description="Chooses files of the folder: `*.jsonl`; null = all.")
     name: str | None = Field(default=None, description="Name in reports; null = the path.")
-    split: str = Field(default="train", description="Split of a saved Hugging Face dataset.")
+    split: str | None = Field(default=None, description="Split of a Hub or saved data set; null = train.")
     weight: float | None = Field(default=None, gt=0, description="Share of documents; null = every record once.")
     format: Format | None = Field(default=None, description="null = data.format.")
     fields: dict[str, str] = Field(default_factory=dict, description="Renames columns, over data.fields.")
@@ -105,8 +106,10 @@ class DataConfig(Section):
     seed: int | None = Field(default=None, description="null = train.seed.")
     drop_last: bool = Field(default=False, description="Leave out a short last step of an epoch.")
     num_workers: int = Field(default=2, ge=0, description="0 = in the process; results are identical.")
-    prefetch_batches: int = Field(default=2, ge=1, description="Batches each worker keeps ready.")
+    prefetch_batches: int = Field(default=2, ge=1, description="Steps built ahead, by all workers together.")
     cache_dir: str | None = Field(default="~/.cache/freight", description="Tokenised data; null = nothing is written.")
+    streaming: bool = Field(default=False, description="Tokenise while training; for data too large to index.")
+    shuffle_buffer: int = Field(default=10_000, ge=1, description="Documents that streaming shuffles together.")
     allow_changed: bool = Field(
         default=False, description="On resume, accept data that changed; the epoch starts again."
     )
@@ -181,6 +184,28 @@ class AttentionConfig(Section):
     deterministic: bool = Field(default=False, description="Only kernels whose backward is deterministic.")
 
 
+class AdapterConfig(Section):
+    """Small trained matrices beside frozen weights."""
+
+    type: Literal["lora"] = Field(default="lora", description="`W x + scale * B A x` with W frozen.")
+    rank: int = Field(default=16, ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(default=32, gt=0, description="scale = alpha / rank.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the inputs of A dropped in training.")
+    target_modules: str | tuple[str, ...] = Field(
+        default="all-linear",
+        description="all-linear (without head and router), a list of names (exact, or ends after a dot), or a regex "
+        "that matches whole names. Freight's names and the Hugging Face family's both count.",
+    )
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, description="Only these layers, from 0; null = all."
+    )
+    use_rslora: bool = Field(default=False, description="scale = alpha / sqrt(rank).")
+    use_dora: bool = Field(default=False, description="Also train the length of every row of the weight.")
+    modules_to_save: tuple[str, ...] = Field(
+        default=(), description="Modules trained in full and saved with the adapter, such as embed_tokens."
+    )
+
+
 class CheckpointConfig(Section):
     """Saved state."""
 
@@ -215,6 +240,7 @@ class Config(Section):
 
     model: ModelSection  # pyright: ignore[reportInvalidTypeForm]
     data: DataConfig
+    adapter: AdapterConfig | None = Field(default=None, description="null = every weight is trained.")
     train: TrainConfig
     attention: AttentionConfig = AttentionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

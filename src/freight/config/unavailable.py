@@ -7,7 +7,6 @@ from typing import Any
 
 # Path of a key -> what it is about.
 SECTIONS: Mapping[str, str] = {
-    "adapter": "adapters such as LoRA",
     "parallel": "parallelism over several processes",
     "recompute": "activation recomputation",
     "offload": "offload to host or disk",
@@ -15,8 +14,6 @@ SECTIONS: Mapping[str, str] = {
     "overlap": "communication overlap",
     "memory": "the memory planner",
     "model.moe": "mixture of experts",
-    "data.streaming": "streaming of sources that cannot be indexed",
-    "data.shuffle_buffer": "streaming of sources that cannot be indexed",
     "train.fp8": "fp8",
 }
 VALUES: Mapping[str, tuple[str, ...]] = {"train.precision": ("fp8",)}
@@ -35,19 +32,6 @@ def take_out(raw: dict[str, Any]) -> Iterator[str]:
         section = _section(raw, parents)
         if section is not None and isinstance(section.get(last), str) and section[last] in values:
             yield f"`{key}: {section.pop(last)}` is not available in this version of Freight; remove it."
-    for which in ("train", "validation"):
-        sources = (_section(raw, ["data"]) or {}).get(which)
-        for index, source in enumerate(sources if isinstance(sources, list) else ()):
-            if isinstance(source, dict):
-                yield from _of_source(source, f"data.{which}[{index}]")
-
-
-def _of_source(source: dict[str, Any], key: str) -> Iterator[str]:
-    if isinstance(source.get("weight"), (int, float)):
-        del source["weight"]
-        yield f"`{key}.weight` (mixing of sources by weight) is not available in this version of Freight; remove it."
-    if isinstance(source.get("split"), str) and source["split"] != "train":
-        yield f"`{key}.split: {source.pop('split')}` is not available in this version of Freight; remove it."
 
 
 def covers(path: tuple[str | int, ...]) -> bool:

@@ -46,6 +46,7 @@ def cache_key(
                 [
                     source.name,
                     source.path,
+                    source.kind,
                     [[str(path), hashes[path]] for path in source.files],
                     source.format,
                     source.fields,

@@ -48,6 +48,16 @@ class RecordFault(Exception):
         self.message = message
         super().__init__(f"{field}: {message}" if field else message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_fault, (type(self), self.args, self.__dict__)
+
+
+def _restore_fault(kind: type[RecordFault], args: tuple[Any, ...], state: dict[str, Any]) -> RecordFault:
+    """The fault as another process raised it."""
+    fault = kind.__new__(kind, *args)
+    fault.__dict__.update(state)
+    return fault
+
 
 @dataclass(frozen=True)
 class Place:
@@ -56,26 +66,32 @@ class Place:
     Args:
         path: The file.
         kind: Kind of reader, which decides what the number counts.
-        number: Line, element or row, from 1.
+        number: Line, element or row, from 1; for a part of a text its first byte, from 0.
+        stop: The byte after a part of a text.
     """
 
     path: Path
     kind: str
     number: int
+    stop: int | None = None
 
     def __str__(self) -> str:
+        if self.stop is not None:
+            return f"{self.path}: bytes {self.number}..{self.stop}"
         return describe_place(str(self.path), self.kind, self.number)
 
 
 def describe_place(path: str, kind: str, number: int) -> str:
-    """`train.jsonl:17`, `list.json: element 17`, `table.parquet: row 17`, `book.txt`."""
+    """`train.jsonl:17`, `list.json: element 17`, `table.parquet: row 17`, `book.txt`, `book.txt: byte 120`."""
     match kind:
         case "jsonl":
             return f"{path}:{number}"
         case "json":
             return f"{path}: element {number}"
-        case "parquet":
+        case "parquet" | "arrow" | "hub":
             return f"{path}: row {number}"
+        case "line" | "paragraph":
+            return f"{path}: byte {number}"
         case _:
             return path
 

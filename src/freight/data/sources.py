@@ -9,10 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from freight.config.checks import is_hub_name
 from freight.config.schema import DataConfig, Format, Source
-from freight.data.readers import COMPRESSED, KINDS
+from freight.data.compressed import UNPACKERS, is_compressed
+from freight.data.hub import hub_files, hub_shards
+from freight.data.packed_file import SUFFIXES, is_packed
+from freight.data.readers import KINDS, TEXT_RECORDS
+from freight.data.saved_datasets import is_saved_dataset, saved_files
 from freight.errors import DataError
 
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 SHOWN_NAMES = 5
 
 
@@ -24,10 +30,11 @@ class SourceFiles:
         name: Unique among the sources of a run; names its rejects file and its share of a loss.
         path: As the user wrote it.
         files: In reading order.
-        kind: Reader of all of them: `jsonl`, `json`, `parquet` or `text`.
+        kind: Reader of all of them, see `read_file`.
         format: Record format, or `auto`.
         fields: Canonical field name -> column.
         max_records: Records read at most.
+        weight: Share of documents, relative to the other sources; None = every record once.
     """
 
     name: str
@@ -37,6 +44,7 @@ class SourceFiles:
     format: Format
     fields: dict[str, str]
     max_records: int | None
+    weight: float | None = None
 
 
 def resolve_sources(entries: str | Sequence[str | Source], config: DataConfig) -> list[SourceFiles]:
@@ -47,7 +55,7 @@ def resolve_sources(entries: str | Sequence[str | Source], config: DataConfig) -
         config: Its `format` and `fields` hold where a source has none of its own.
 
     Raises:
-        DataError: A source that does not exist, matches nothing, mixes kinds, or needs what is not supported.
+        DataError: A source that does not exist, matches nothing, mixes kinds, or has an option without effect.
     """
     entries = [entries] if isinstance(entries, str) else entries
     sources = [Source.model_validate({"path": entry}) if isinstance(entry, str) else entry for entry in entries]
@@ -55,52 +63,108 @@ def resolve_sources(entries: str | Sequence[str | Source], config: DataConfig) -
         raise DataError("no data source is given; name a file, folder or glob in data.train")
     resolved: list[SourceFiles] = []
     for source in sources:
-        if source.weight is not None:
-            raise DataError(f"{source.path}: weights of sources are not supported (got {source.weight}); leave it out")
-        if source.split != "train":
-            raise DataError(
-                f"{source.path}: split {source.split!r} has no effect on local files; name the file instead"
-            )
-        files = find_files(source.path)
+        files, kind = find_files(source, streaming=config.streaming)
+        fields = {**config.fields, **source.fields}
+        record = fields.pop("record", None)
+        if any(map(is_compressed, files)) and config.cache_dir is None and not config.streaming:
+            refuse_uncached(source, files)
         resolved.append(
             SourceFiles(
                 name=unique_name(source.name or Path(source.path).stem, [s.name for s in resolved]),
                 path=source.path,
                 files=tuple(files),
-                kind=common_kind(files, source.path),
+                kind=kind if record is None else kind_of_record(record, kind, source.path),
                 format=source.format or config.format,
-                fields={**config.fields, **source.fields},
+                fields=fields,
                 max_records=source.max_records,
+                weight=source.weight,
             )
         )
     return resolved
 
 
-def find_files(path: str) -> list[Path]:
-    """Files of a path, folder or glob, sorted bytewise by relative path.
+def refuse_uncached(source: Source, files: Sequence[Path]) -> None:
+    """Compressed files have no random access, so they are read once into the cache; a few records fit in memory.
 
     Raises:
-        DataError: There are none.
+        DataError: There is neither a cache nor a bound.
     """
-    place = Path(path).expanduser()
+    if source.max_records is None:
+        packed = next(file for file in files if is_compressed(file))
+        raise DataError(
+            f"{packed}: a compressed file is read once into the cache; set data.cache_dir or data.streaming"
+        )
+
+
+def kind_of_record(record: str, kind: str, path: str) -> str:
+    """The reader for records smaller than a file, which only text has.
+
+    Raises:
+        DataError: Another kind of file, or of record.
+    """
+    if kind != "text":
+        raise DataError(f"{path}: data.fields record cuts text files, these are {kind}; leave it out")
+    if record not in TEXT_RECORDS:
+        raise DataError(f"{path}: data.fields record must be line or paragraph; got {record!r}")
+    return record
+
+
+def find_files(source: Source, *, streaming: bool = False) -> tuple[list[Path], str]:
+    """Files of a path, folder, glob or Hub name, sorted bytewise by relative path, and the reader of all of them.
+
+    Args:
+        source: What to look for.
+        streaming: Names of the Hub become addresses of shards, and nothing is downloaded.
+
+    Raises:
+        DataError: There are none, they cannot be read, or an option has no effect on them.
+    """
+    path, place = source.path, Path(source.path).expanduser()
+    if source.glob is not None and not place.is_dir():
+        raise DataError(f"{path}: glob chooses among the files of a folder, and this is none; leave it out")
+    if place.is_dir() and is_saved_dataset(place):
+        if source.glob is not None:
+            raise DataError(f"{path}: glob has no effect on a saved data set; choose with split")
+        return saved_files(place, source.split), "arrow"
+    if not place.exists() and is_hub_name(path):
+        split = source.split or "train"
+        return (hub_shards(path, split), "hub") if streaming else (hub_files(path, split), "arrow")
+    if source.split is not None:
+        raise DataError(f"{path}: split {source.split!r} has no effect on plain files; name the file instead")
+    files = local_files(place, source)
+    return files, common_kind(files, path)
+
+
+def local_files(place: Path, source: Source) -> list[Path]:
+    """Plain files of a path, folder or glob."""
     if place.is_file():
         return [place]
     if place.is_dir():
-        if (place / "dataset_info.json").exists() or (place / "state.json").exists():
-            raise DataError(
-                f"{path}: Arrow folders of `datasets` are not supported; save it with to_parquet or to_json"
-            )
-        return files_of_folder(place)
-    if any(character in path for character in "*?["):
-        found = Path(place.anchor).glob(str(place.relative_to(place.anchor)))
-        files = sorted((f for f in found if f.is_file()), key=lambda file: str(file).encode())
-        if not files:
-            folder = glob_folder(place)
-            raise DataError(f"no file matches {path!r}; {folder} has {first_names(folder)}")
-        return files
-    raise DataError(
-        f"{path}: no such file or folder (names on the Hugging Face hub are not supported: download it first)"
-    )
+        return files_of_folder(place) if source.glob is None else matches(place, source.glob, place)
+    if any(character in source.path for character in "*?["):
+        return matches(Path(place.anchor), str(place.relative_to(place.anchor)), glob_folder(place), source.path)
+    raise DataError(f"{source.path}: no such file or folder")
+
+
+def matches(root: Path, pattern: str, shown: Path, named: str | None = None) -> list[Path]:
+    """Files that a pattern matches.
+
+    Args:
+        root: Where the pattern begins.
+        pattern: May hold `**`.
+        shown: Folder whose first names are listed if there is no match.
+        named: The pattern as the user wrote it.
+
+    Raises:
+        DataError: There is no match.
+    """
+    try:
+        files = sorted((f for f in root.glob(pattern) if f.is_file()), key=lambda file: str(file).encode())
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"glob {pattern!r}: {error}; write for example *.jsonl") from None
+    if not files:
+        raise DataError(f"no file matches {named or pattern!r}; {shown} has {first_names(shown)}")
+    return files
 
 
 def files_of_folder(folder: Path) -> list[Path]:
@@ -120,18 +184,32 @@ def common_kind(files: Sequence[Path], path: str) -> str:
     Raises:
         DataError: An unknown or compressed file, or several kinds.
     """
-    for file in files:
-        if file.suffix.lower() in COMPRESSED:
-            raise DataError(f"{file}: compressed files are not supported; decompress it first")
-        if file.suffix.lower() not in KINDS:
-            raise DataError(f"{file}: unknown kind {file.suffix!r}; expected one of {', '.join(KINDS)}")
     first_of: dict[str, Path] = {}
     for file in files:
-        first_of.setdefault(KINDS[file.suffix.lower()], file)
+        first_of.setdefault(kind_of(file), file)
     if len(first_of) > 1:
         examples = ", ".join(f"{kind} ({file.name})" for kind, file in first_of.items())
-        raise DataError(f"{path}: files of several kinds: {examples}; choose with a glob such as {path}/*.jsonl")
+        raise DataError(f"{path}: files of several kinds: {examples}; choose with `glob`, for example glob: '*.jsonl'")
     return next(iter(first_of))
+
+
+def kind_of(file: Path) -> str:
+    """Kind of reader that a file needs.
+
+    Raises:
+        DataError: None reads it.
+    """
+    suffix = file.suffix.lower()
+    if suffix in COMPRESSED:
+        inner = KINDS.get(Path(file.stem).suffix.lower())
+        if suffix not in UNPACKERS or inner != "jsonl":
+            raise DataError(f"{file}: only .jsonl.gz and .jsonl.zst are read compressed; decompress it first")
+        return inner
+    if suffix not in KINDS:
+        raise DataError(f"{file}: unknown kind {file.suffix!r}; expected one of {', '.join(KINDS)}")
+    if suffix in SUFFIXES and is_packed(file):
+        raise DataError(f"{file}: a packed file holds rows, not records; name it alone, as data.packing.file")
+    return KINDS[suffix]
 
 
 def unique_name(name: str, taken: Sequence[str]) -> str:
