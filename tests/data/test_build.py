@@ -214,10 +214,10 @@ def test_comparing_conversations_leaves_split_out(chats, tmp_path):
 def test_impossible_requests_are_listed_together(tmp_path):
     missing = config_of(tmp_path / "never-read.jsonl", packing={"document_multiple": 2})
     with pytest.raises(ConfigError) as caught:
-        pack_to_files(missing, tokenizer_of(), tmp_path, pack_sizes=[9, 4, 9], file_format="npy")
+        pack_to_files(missing, tokenizer_of(), tmp_path, pack_sizes=[9, 4, 9], file_format="json")
     assert len(caught.value.faults) == 4
     assert "names 9 more than once" in str(caught.value)
-    assert "must be arrow or parquet; got 'npy'" in str(caught.value)
+    assert "must be arrow, parquet, npy; got 'json'" in str(caught.value)
 
 
 def test_rows_from_file_and_memory_train_on_the_same_tokens(texts, tmp_path):

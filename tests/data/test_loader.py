@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from freight.data.documents import InMemoryDocuments, make_document
 from freight.data.file_rows import FileRows
 from freight.data.loader import StepLoader, evaluation_batches
-from freight.data.packed_file import PackedFile, packed_metadata, write_packed
+from freight.data.packed_file import PackedFile
+from freight.data.packed_writer import packed_metadata, write_packed
 from freight.data.packing import pack
 from freight.data.rows import DocumentRows
+from freight.data.rows import rows_of as rows_of_plan
 from freight.errors import CheckpointError, ConfigError, DataError
 
 PACK_SIZE = 8
@@ -327,7 +329,7 @@ def test_evaluation_sees_every_document_once(ranks, algorithm):
 def test_a_packed_file_feeds_the_same_rows_in_the_order_of_its_seed(tmp_path):
     made = documents(20)
     rows = pack(made.lengths, "first_fit_shuffle", PACK_SIZE, 3)
-    write_packed(tmp_path / "p.arrow", rows, made, packed_metadata(rows, made, 3))
+    write_packed(tmp_path / "p.arrow", rows_of_plan(rows, made), packed_metadata(rows, made, 3))
     file = PackedFile(tmp_path / "p.arrow")
     epochs = [[], []]
     for step in loader_of(FileRows(file, seed=1), epochs=2, rows_per_step=1):

@@ -7,17 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import freight.data.packed_file as packed_file
+import freight.data.packed_writer as packed_writer
 from freight.data.documents import InMemoryDocuments, make_document
 from freight.data.file_rows import FileRows
-from freight.data.packed_file import (
-    PackedFile,
-    is_packed,
-    packed_metadata,
-    read_metadata,
-    write_packed,
-)
+from freight.data.packed_file import PackedFile, is_packed, read_metadata
+from freight.data.packed_writer import packed_metadata, write_packed
 from freight.data.packing import pack
-from freight.data.rows import DocumentRows
+from freight.data.rows import DocumentRows, rows_of
 from freight.errors import DataError
 
 METADATA = {"tokenizer_hash": "aaaa", "template_hash": "bbbb", "vocab_size": 50, "pad_id": 3}
@@ -36,14 +32,14 @@ def documents(lengths, seed=0, metadata=METADATA):
 
 def written(path, made, algorithm="first_fit_shuffle", pack_size=16, seed=0, multiple=1):
     rows = pack(made.lengths, algorithm, pack_size, seed, document_multiple=multiple)
-    write_packed(path, rows, made, packed_metadata(rows, made, seed))
+    write_packed(path, rows_of(rows, made), packed_metadata(rows, made, seed))
     return rows
 
 
 def forged(path, changes=None, checksum=None, schema=packed_file.COLUMNS, rows=0):
     """A file with any metadata, its checksum right unless given."""
     text = json.dumps({"format": "freight-packed", "version": 1, "num_rows": rows, **(changes or {})})
-    metadata = {packed_file.METADATA_KEY: text, packed_file.CHECKSUM_KEY: checksum or packed_file._checksum(text)}
+    metadata = {packed_file.METADATA_KEY: text, packed_file.CHECKSUM_KEY: checksum or packed_file.checksum(text)}
     with pa.ipc.new_file(str(path), schema.with_metadata(metadata)):
         pass
     return path
@@ -62,7 +58,7 @@ def test_what_is_written_is_read(tmp_path, lengths, algorithm, suffix, multiple,
     pack_size = 16 if algorithm == "split" else 40
     path = tmp_path / f"packed{suffix}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_file, "TOKENS_PER_BATCH", batch)
+        patch.setattr(packed_writer, "TOKENS_PER_BATCH", batch)
         rows = written(path, made, algorithm, pack_size, multiple=multiple)
     file = PackedFile(path)
     assert len(file) == len(rows)
@@ -177,7 +173,7 @@ def test_a_row_whose_lengths_lie_is_named(tmp_path):
     path = tmp_path / "lies.arrow"
     text = json.dumps({"format": "freight-packed", "version": 1, "num_rows": 1})
     schema = packed_file.COLUMNS.with_metadata(
-        {packed_file.METADATA_KEY: text, packed_file.CHECKSUM_KEY: packed_file._checksum(text)}
+        {packed_file.METADATA_KEY: text, packed_file.CHECKSUM_KEY: packed_file.checksum(text)}
     )
     columns = [[[1, 2, 3]], [[False, True, True]], [[2]], [[-1]], [[0]]]
     with pa.ipc.new_file(str(path), schema) as writer:
@@ -212,10 +208,10 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     made = Failing([make_document([1, 2], [1, 1])])
     rows = pack(made.lengths, "none", 4, 0)
     with pytest.raises(DataError, match="disk on fire"):
-        write_packed(tmp_path / "p.arrow", rows, made, packed_metadata(rows, made, 0))
+        write_packed(tmp_path / "p.arrow", rows_of(rows, made), packed_metadata(rows, made, 0))
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(DataError, match=r"ends in \.arrow or \.parquet"):
-        write_packed(tmp_path / "p.npy", rows, made, packed_metadata(rows, made, 0))
+    with pytest.raises(DataError, match=r"ends in \.arrow, \.parquet or \.npy; got '\.bin'"):
+        write_packed(tmp_path / "p.bin", rows_of(rows, made), packed_metadata(rows, made, 0))
 
 
 def test_fingerprint_follows_documents_and_packing(tmp_path):

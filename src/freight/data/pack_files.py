@@ -20,8 +20,11 @@ from freight.data.build import WITHOUT_TURNS, algorithm_of, check_sizes, data_se
 from freight.data.documents import Documents
 from freight.data.pack_picture import draw
 from freight.data.pack_report import PackReport, advise, measure
-from freight.data.packed_file import SUFFIXES, packed_metadata, read_metadata, write_packed
+from freight.data.npy_file import check_npy_mask
+from freight.data.packed_file import read_metadata
+from freight.data.packed_writer import FORMATS, packed_metadata, write_packed
 from freight.data.packing import ALGORITHMS, PackedRows, pack
+from freight.data.rows import rows_of
 from freight.data.tokenise import remarks, tokenise
 from freight.errors import ConfigError, DataError
 
@@ -36,6 +39,7 @@ def pack_to_files(
     train_seed: int = 0,
     pack_sizes: Sequence[int] | None = None,
     file_format: str = "arrow",
+    npy_mask: str | None = None,
     vocab_size: int | None = None,
     compare: bool = False,
     dry_run: bool = False,
@@ -50,7 +54,8 @@ def pack_to_files(
         output: Folder for `packed_{pack_size}_seed{seed}.arrow`, `.json` and `.png`, and for rejects.
         train_seed: Where neither `data.packing.seed` nor `data.seed` is set.
         pack_sizes: Tokens of a row, one file each; None = the config's.
-        file_format: `arrow` or `parquet`.
+        file_format: `arrow`, `parquet` or `npy`.
+        npy_mask: What the `loss_mask` of an `.npy` file shall mean, `token` or `label`.
         vocab_size: The model's; None = the tokenizer's.
         compare: Report all algorithms, and write nothing.
         dry_run: Report, and write nothing.
@@ -67,7 +72,8 @@ def pack_to_files(
     if config.packing is None:
         config = config.model_copy(update={"packing": PackingConfig()})
     sizes = [pack_size(config)] if pack_sizes is None else list(pack_sizes)
-    check_request(config, sizes, file_format)
+    check_request(config, sizes, file_format, npy_mask)
+    mask = check_npy_mask(npy_mask, "--npy-mask") if file_format == "npy" else None
     documents = tokenise(
         config.train,
         config,
@@ -88,12 +94,14 @@ def pack_to_files(
     reports = [_report(documents, config, rows, seed, seconds) for rows, seconds in packed]
     if dry_run:
         return reports
+    if file_format == "npy":
+        _check_whole([rows for rows, _ in packed], len(documents))
     paths = [output / f"packed_{size}_seed{seed}.{file_format}" for size in sizes]
     metadata = [packed_metadata(rows, documents, seed) for rows, _ in packed]
     reused = [_reusable(path, facts, force=force) for path, facts in zip(paths, metadata, strict=True)]
     for path, facts, (rows, _), report, there in zip(paths, metadata, packed, reports, reused, strict=True):
         if not there:
-            write_packed(path, rows, documents, facts, progress)
+            write_packed(path, rows_of(rows, documents), facts, npy_mask=mask, progress=progress)
         _write_beside(path, rows, documents.lengths, replace(report, output=str(path)))
     return [
         replace(report, output=str(path), reused=there)
@@ -101,15 +109,22 @@ def pack_to_files(
     ]
 
 
-def check_request(config: DataConfig, sizes: Sequence[int], file_format: str) -> None:
+def check_request(config: DataConfig, sizes: Sequence[int], file_format: str, npy_mask: str | None) -> None:
     """What can be refused before any tokenising.
 
     Raises:
         ConfigError: All faults together.
     """
     faults = []
-    if f".{file_format}" not in SUFFIXES:
-        faults.append(f"`--format` must be arrow or parquet; got {file_format!r}.")
+    if file_format not in FORMATS:
+        faults.append(f"`--format` must be {', '.join(FORMATS)}; got {file_format!r}.")
+    try:
+        if file_format == "npy":
+            check_npy_mask(npy_mask, "--npy-mask")
+        elif npy_mask is not None:
+            faults.append(f"`--npy-mask` has no effect with `--format {file_format}`. Remove it.")
+    except ConfigError as error:
+        faults.extend(error.faults)
     repeated = sorted({size for size in sizes if list(sizes).count(size) > 1})
     if repeated:
         faults.append(f"`--pack-sizes` names {', '.join(map(str, repeated))} more than once; name each size once.")
@@ -122,6 +137,20 @@ def check_request(config: DataConfig, sizes: Sequence[int], file_format: str) ->
             faults.extend(error.faults)
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
+
+
+def _check_whole(packed: Sequence[PackedRows], num_documents: int) -> None:
+    """Refuse what `write_packed` would refuse later.
+
+    Raises:
+        ConfigError: Documents in pieces.
+    """
+    for rows in packed:
+        if len(rows.documents) > num_documents:
+            raise ConfigError(
+                f"`--format` npy holds whole documents only, and split cuts {len(rows.documents) - num_documents:,} "
+                f"times at pack_size {rows.pack_size}. Use --algorithm first_fit_shuffle, or --format arrow."
+            )
 
 
 def _pack(
@@ -185,6 +214,10 @@ def _reusable(path: Path, metadata: dict, *, force: bool) -> bool:
     """
     if not path.exists():
         return False
+    if path.suffix == ".npy":
+        if force:
+            return False
+        raise ConfigError(f"{path} exists, and an .npy file does not say how it was packed. Use --force.")
     try:
         there = read_metadata(path)
     except DataError as error:

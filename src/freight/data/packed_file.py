@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import freight
-from freight.data.documents import Documents
-from freight.data.packing import PackedRows
 from freight.data.rows import Row
 from freight.errors import DataError
 
@@ -27,7 +23,6 @@ FORMAT = "freight-packed"
 VERSION = 1
 METADATA_KEY = b"freight"
 CHECKSUM_KEY = b"freight_checksum"
-TOKENS_PER_BATCH = 1 << 20
 SUFFIXES = (".arrow", ".parquet")
 COLUMNS = pa.schema(
     [
@@ -39,128 +34,9 @@ COLUMNS = pa.schema(
     ]
 )
 
-Progress = Callable[[int, int, str], None]
 
-
-def packed_metadata(rows: PackedRows, documents: Documents, seed: int) -> dict[str, Any]:
-    """What a packed file says about itself; equal for equal documents and packing.
-
-    Args:
-        rows: The plan.
-        documents: What it was made for.
-        seed: The seed it was made with.
-    """
-    facts = documents.metadata
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "pack_size": rows.pack_size,
-        "algorithm": rows.algorithm,
-        "seed": seed,
-        "document_multiple": rows.document_multiple,
-        "mask_alignment": "token",
-        **{
-            key: facts.get(key)
-            for key in (
-                "sequence_length",
-                "truncation",
-                "tokenizer_hash",
-                "template_hash",
-                "vocab_size",
-                "pad_id",
-                "num_target_tokens",
-                "sources",
-                "skipped",
-            )
-        },
-        "num_documents": len(documents),
-        "num_rows": len(rows),
-        "num_tokens": rows.num_tokens,
-        "packing_factor": len(documents) / len(rows),
-        "efficiency": rows.efficiency,
-        "fill": rows.fill,
-        "max_documents_per_row": int(rows.documents_of_rows.max()),
-        "max_length": int(rows.lengths.max()),
-        "fingerprint": documents.fingerprint,
-        "freight": freight.__version__,
-    }
-
-
-def write_packed(
-    path: Path,
-    rows: PackedRows,
-    documents: Documents,
-    metadata: dict[str, Any],
-    progress: Progress | None = None,
-) -> None:
-    """Write rows to `path`, under a temporary name until complete.
-
-    Args:
-        path: Ends in `.arrow` or `.parquet`.
-        rows: The plan.
-        documents: The documents it names.
-        metadata: From `packed_metadata`.
-        progress: Called with rows written, rows in all, and a word.
-
-    Raises:
-        DataError: Another suffix.
-    """
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: a packed file ends in .arrow or .parquet; got {path.suffix!r}.")
-    text = json.dumps(metadata, sort_keys=True)
-    schema = COLUMNS.with_metadata({METADATA_KEY: text, CHECKSUM_KEY: _checksum(text)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        writer = (
-            pq.ParquetWriter(temporary, schema, compression="zstd")
-            if path.suffix == ".parquet"
-            else pa.ipc.new_file(str(temporary), schema)
-        )
-        with writer:
-            for first, stop in _batches(rows):
-                writer.write_batch(_record_batch(rows, documents, first, stop, schema))
-                if progress:
-                    progress(stop, len(rows), f"write {path.name}")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _batches(rows: PackedRows) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with about `TOKENS_PER_BATCH` tokens."""
-    per_batch = max(1, TOKENS_PER_BATCH // rows.pack_size)
-    for first in range(0, len(rows), per_batch):
-        yield first, min(first + per_batch, len(rows))
-
-
-def _record_batch(rows: PackedRows, documents: Documents, first: int, stop: int, schema: pa.Schema) -> pa.RecordBatch:
-    spans = slice(rows.offsets[first], rows.offsets[stop])
-    indices, starts, lengths = rows.documents[spans], rows.starts[spans], rows.lengths[spans]
-    pieces = [
-        documents[index].piece(start, start + length)
-        for index, start, length in zip(indices.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    ]
-    span_offsets = rows.offsets[first : stop + 1] - rows.offsets[first]
-    token_offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[span_offsets]
-
-    def tokens(values: list[np.ndarray], kind: pa.DataType) -> pa.Array:
-        return pa.LargeListArray.from_arrays(pa.array(token_offsets), pa.array(np.concatenate(values), kind))
-
-    def per_span(values: Any, kind: pa.DataType) -> pa.Array:
-        return pa.ListArray.from_arrays(pa.array(span_offsets, pa.int32()), pa.array(values, kind))
-
-    columns = [
-        tokens([piece.ids for piece in pieces], pa.int32()),
-        tokens([piece.loss_mask for piece in pieces], pa.bool_()),
-        per_span(lengths, pa.int32()),
-        per_span([piece.tail_label for piece in pieces], pa.int32()),
-        per_span(indices.astype(np.int64), pa.int64()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _checksum(text: str) -> str:
+def checksum(text: str) -> str:
+    """Of the metadata's JSON."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -191,10 +67,14 @@ def _open(path: Path) -> tuple[pa.Schema, pa.RecordBatchFileReader | pq.ParquetF
             parquet = pq.ParquetFile(path)
             # Parquet keeps the metadata twice, plainly and inside an encoded Arrow schema; the plain one counts.
             return parquet.schema_arrow.with_metadata(parquet.metadata.metadata), parquet
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        return reader.schema, reader
+        return _reading(pa.memory_map(str(path)))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as {path.suffix[1:] or 'arrow'} ({error}); pack it again.") from error
+
+
+def _reading(file: pa.NativeFile) -> tuple[pa.Schema, pa.RecordBatchFileReader]:
+    reader = pa.ipc.open_file(file)
+    return reader.schema, reader
 
 
 def _checked_metadata(path: Path, schema: pa.Schema) -> dict[str, Any]:
@@ -206,7 +86,7 @@ def _checked_metadata(path: Path, schema: pa.Schema) -> dict[str, Any]:
         metadata = json.loads(text)
     except ValueError as error:
         raise DataError(f"{path}: metadata is damaged ({error}); pack it again.") from error
-    if entries.get(CHECKSUM_KEY, b"").decode("latin-1") != _checksum(text):
+    if entries.get(CHECKSUM_KEY, b"").decode("latin-1") != checksum(text):
         raise DataError(f"{path}: metadata is damaged (checksum differs); pack it again.")
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise DataError(
@@ -223,14 +103,15 @@ class PackedFile:
 
     Args:
         path: An `.arrow` or `.parquet` file.
+        content: The bytes of an Arrow file, where they are not on disk; `path` is then only a name.
 
     Raises:
         DataError: Missing, damaged, of another kind or another version.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, content: pa.Buffer | None = None) -> None:
         self.path = Path(path)
-        schema, reader = _open(self.path)
+        schema, reader = _open(self.path) if content is None else _reading(pa.BufferReader(content))
         self.metadata = _checked_metadata(self.path, schema)
         if isinstance(reader, pq.ParquetFile):
             self._batches = reader.read().to_batches()
@@ -272,7 +153,7 @@ class PackedFile:
     def fingerprint(self) -> str:
         """Changes when documents or packing change, not with the release that wrote the file."""
         facts = {key: value for key, value in self.metadata.items() if key != "freight"}
-        return _checksum(json.dumps(facts, sort_keys=True))
+        return checksum(json.dumps(facts, sort_keys=True))
 
     def check_model(self, *, tokenizer_hash: str | None, template_hash: str | None, vocab_size: int | None) -> None:
         """Refuse a file that was made for another tokenizer, chat template or a larger vocabulary; None = not compared.

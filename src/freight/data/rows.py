@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,28 @@ class Row:
     def num_tokens(self) -> int:
         """Real tokens of the row."""
         return len(self.ids)
+
+
+def make_row(documents: Documents, spans: Sequence[tuple[int, int, int]]) -> Row:
+    """The tokens of a row.
+
+    Args:
+        documents: Where they stand.
+        spans: `(document, start, length)` of each, at least one.
+    """
+    pieces = [documents[document].piece(start, start + length) for document, start, length in spans]
+    return Row(
+        ids=np.concatenate([piece.ids for piece in pieces]),
+        loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
+        lengths=np.array([length for _, _, length in spans]),
+        tail_labels=np.array([piece.tail_label for piece in pieces]),
+        documents=np.array([document for document, _, _ in spans]),
+    )
+
+
+def rows_of(plan: PackedRows, documents: Documents) -> Iterator[Row]:
+    """Rows of a plan, in order."""
+    return (make_row(documents, plan.row(number)) for number in range(len(plan)))
 
 
 class RowSource(Protocol):
@@ -186,19 +209,8 @@ class DocumentRows:
     def row(self, epoch: int, window: int, number: int) -> Row:
         """One row, its documents read now."""
         order, rows = self._plan(epoch, window)
-        spans = rows.row(number)
-        indices = [int(order[document]) for document, _, _ in spans]
-        pieces = [
-            self._documents[index].piece(start, start + length)
-            for index, (_, start, length) in zip(indices, spans, strict=True)
-        ]
-        return Row(
-            ids=np.concatenate([piece.ids for piece in pieces]),
-            loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
-            lengths=np.array([length for _, _, length in spans]),
-            tail_labels=np.array([piece.tail_label for piece in pieces]),
-            documents=np.array(indices),
-        )
+        spans = [(int(order[document]), start, length) for document, start, length in rows.row(number)]
+        return make_row(self._documents, spans)
 
     def source_of(self, document: int) -> str:
         """Name of the source of a document."""
