@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freight.data.document_order import MixedSources, documents_per_source
+from freight.data.documents import InMemoryDocuments, make_document
+from freight.data.mixture import LARGEST_PERIOD, Mixture
+from freight.errors import DataError
+
+
+def slowly(units, count):
+    """The rule as it is stated, in exact integers."""
+    taken, out = [0] * len(units), []
+    for k in range(1, count + 1):
+        owed = [unit * k - sum(units) * t for unit, t in zip(units, taken, strict=True)]
+        out.append(owed.index(max(owed)))
+        taken[out[-1]] += 1
+    return out
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 300))
+def test_any_sample_follows_the_rule(units, count):
+    mixture = Mixture([unit / 8 for unit in units])
+    sources, numbers = mixture.at(np.arange(count))
+    assert sources.tolist() == slowly(units, count)
+    seen = [0] * len(units)
+    for source, number in zip(sources, numbers, strict=True):
+        assert number == seen[source]
+        seen[source] += 1
+    assert mixture.taken(count).tolist() == seen
+    assert max(abs(seen - mixture.shares * count)) < len(units)
+
+
+def test_shares_by_hand():
+    # owed after each sample of 0.5, 0.3, 0.2: the largest first, ties to the first source
+    assert Mixture([0.5, 0.3, 0.2]).at(np.arange(10))[0].tolist() == [0, 1, 2, 0, 0, 1, 0, 2, 1, 0]
+    assert Mixture([1, 1]).at(np.arange(4))[0].tolist() == [0, 1, 0, 1]
+    assert Mixture([3]).at(np.array([7, 10**12]))[1].tolist() == [7, 10**12]
+
+
+def test_far_samples_cost_nothing_and_keep_the_shares():
+    mixture = Mixture([0.7, 0.2999, 0.0001])
+    assert mixture.period == 10_000
+    assert mixture.taken(10**15).tolist() == [7 * 10**14, 2999 * 10**11, 10**11]
+    source, number = mixture.at(np.array([10**15]))
+    assert number[0] == mixture.taken(10**15)[source[0]]
+
+
+def test_odd_weights_are_rounded_and_tiny_ones_refused():
+    mixture = Mixture([0.123456789, 0.3, 1.1])
+    assert abs(mixture.period - LARGEST_PERIOD) <= 1
+    assert mixture.shares == pytest.approx(np.array([0.123456789, 0.3, 1.1]) / 1.523456789, abs=1e-5)
+    with pytest.raises(DataError, match=r"weight 1e-09 is less than 1/131,072 of all weights"):
+        Mixture([1, 1e-9])
+
+
+def order_of(counts, weights, key=(0, "f")):
+    return MixedSources(counts, Mixture(weights), key)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=4),
+    st.booleans(),
+    st.data(),
+)
+def test_every_round_of_a_source_has_each_of_its_documents_once(sources, shuffle, data):
+    counts, weights = zip(*sources, strict=True)
+    order, total = order_of(counts, weights, (3, "f") if shuffle else None), sum(counts)
+    epochs = 4
+    stream = np.concatenate([order.at(epoch, np.arange(total)) for epoch in range(epochs)])
+    starts = np.cumsum([0, *counts])
+    for source, count in enumerate(counts):
+        mine = stream[(stream >= starts[source]) & (stream < starts[source + 1])] - starts[source]
+        for first in range(0, len(mine) - count + 1, count):
+            assert sorted(mine[first : first + count].tolist()) == list(range(count))
+    places = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=5).map(sorted)))
+    assert order.at(2, places).tolist() == stream[2 * total + places].tolist(), "any place alone"
+
+
+def test_rounds_and_sources_are_shuffled_apart():
+    stream = order_of([50, 50], [1, 1]).at(0, np.arange(100))
+    assert (stream[::2] != stream[1::2] - 50).any()
+    again = order_of([50, 50], [1, 1]).at(1, np.arange(100))
+    assert stream.tolist() != again.tolist()
+    assert order_of([50, 50], [1, 1], None).at(0, np.arange(4)).tolist() == [0, 50, 1, 51]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_sources_are_counted(counts):
+    names = [f"s{n}" for n in range(len(counts))]
+    spread = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    documents = InMemoryDocuments([make_document([1], [True])] * len(spread), sources=spread)
+    assert documents_per_source(documents, names) == counts
