@@ -146,3 +146,11 @@ def test_tool_arguments_are_parsed_once():
 def test_a_renamed_column_hides_the_one_of_that_name():
     assert rename_fields({"text": "a", "body": "b", "id": 1}, {"text": "body"}) == {"text": "b", "id": 1}
     assert rename_fields({"text": "a"}, {"text": "body"}) == {}
+
+
+def test_a_stray_key_of_another_format_replaces_nothing_and_is_told():
+    turns = [{"from": "human", "value": "a", "role": "gpt"}, {"from": "gpt", "value": "b", "content": "c"}]
+    ignored = []
+    sample = read({"conversations": turns}, "conversations", ignored)
+    assert spoken(sample) == [("user", "a"), ("assistant", "b")] and sample.weights == (0, 1)
+    assert ignored == ["conversations.role", "conversations.content"]

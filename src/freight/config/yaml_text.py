@@ -1,8 +1,10 @@
 """YAML in, YAML out.
 
 Reading is stricter than PyYAML in two ways that bite: a key that stands twice is a fault (PyYAML keeps the last one
-silently), and `2e-5` and `1e6` are numbers (YAML 1.1 reads them as text). Dates stay text. Writing gives what the user
-wrote, with every default beside it as a comment, so that a saved config is complete to a reader and reloads equal.
+silently), and `2e-5` and `1e6` are numbers (YAML 1.1 reads them as text). Dates stay text. What no config needs and a
+slip or a joke may hold is refused: values of YAML's own types (sets, bytes), anchors that hold themselves, aliases of
+aliases that a few lines blow up to billions of values. Writing gives what the user wrote, with every default beside it
+as a comment, so that a saved config is complete to a reader and reloads equal.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from freight.config.base import Section
 from freight.config.keys import fields_of, spelled
 from freight.config.schema import ModelSource
 from freight.errors import ConfigError
+
+DEEPEST = 40
+MOST_VALUES = 100_000
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -40,7 +45,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         value, duplicates = _parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_place(error)}: broken YAML: {_problem(error)}.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: broken YAML: {error}.") from None
     if duplicates:
         raise ConfigError(*(f"{path}:{line}: key `{key}` stands twice. Keep one." for key, line in duplicates))
@@ -58,6 +63,7 @@ def read_value(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: It is no YAML.
+        ValueError: It is YAML that no config may hold.
     """
     value, duplicates = _parse(text)
     if duplicates:
@@ -103,15 +109,46 @@ _Loader.add_implicit_resolver(
     "!number", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 _Loader.add_constructor("!number", _Loader.construct_number)
+_Loader.add_constructor(_DATE, yaml.SafeLoader.construct_yaml_str)
 
 
 def _parse(text: str) -> tuple[Any, list[tuple[str, int]]]:
-    """The document, and the keys that stand twice with their lines."""
+    """The document, and the keys that stand twice with their lines.
+
+    Raises:
+        yaml.YAMLError: It is no YAML.
+        ValueError: It is YAML that no config may hold.
+    """
     loader = _Loader(text)
     try:
-        return loader.get_single_data(), loader.duplicates
+        value = loader.get_single_data()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except (KeyError, AttributeError, TypeError, IndexError):
+        raise ValueError("a tag such as `!!bool` before a value that is none") from None
     finally:
         loader.dispose()
+    _count(value, 0, 0)
+    return value, loader.duplicates
+
+
+def _count(value: Any, depth: int, before: int) -> int:
+    """Values in a tree, shared ones each time they stand there, added to those before; a tree out of bounds is refused.
+
+    Raises:
+        ValueError: Says which bound.
+    """
+    if depth > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} levels deep, or an anchor that holds itself")
+    count = before + 1
+    if count > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values, aliases counted each time they are used")
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            count = _count(item, depth + 1, count)
+    elif value is not None and not isinstance(value, (str, bool, int, float)):
+        raise ValueError(f"a value of YAML's type {type(value).__name__}, where text, a number or a list is meant")
+    return count
 
 
 def _place(error: yaml.YAMLError) -> str:

@@ -164,8 +164,12 @@ def from_conversations(record: dict[str, Any], ignored: Callable[[str], None]) -
             raise RecordFault(Reason.WRONG_TYPE, f"conversations[{index}]", f"expected an object, got {shorten(turn)}")
         if "from" not in turn:
             raise RecordFault(Reason.MISSING_FIELD, f"conversations[{index}].from", f"the turn has {shorten(turn)}")
-        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        # A stray `role` or `content` beside them must not replace what the turn says.
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
         messages.append({"role": turn["from"], "content": turn.get("value"), **rest})
+        for key in ("role", "content"):
+            if turn.get(key) is not None:
+                ignored(f"conversations.{key}")
     tools = read_tools(record.get("tools"))
     try:
         return read_messages(messages, "conversations", ignored, tools=tools, offset=len(messages) - len(turns))
