@@ -70,7 +70,6 @@ def test_options_that_do_nothing_are_all_named_in_one_list(tmp_path):
         ("adapter", {"rnak": 8}, "`adapter.rnak` is not a key of Freight; got 8. Did you mean `adapter.rank`?"),
         ("adapter", {"rank": 0}, "`adapter.rank` must be an integer of at least 1; got 0."),
         ("adapter", {"dropout": 1.0}, "`adapter.dropout` must be a number of at least 0 and below 1; got 1.0."),
-        ("adapter", {"layers": [-1]}, "`adapter.layers`"),
         ("train.sequence_length", 64, "Did you mean `data.sequence_length`?"),
         ("modle.preset", "debug", "Did you mean `model`?"),
         ("checkpoint.asynch", True, "Did you mean `checkpoint.async`?"),

@@ -52,19 +52,19 @@ class Piece(torch.Tensor):
 def test_a_rank_draws_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "BLOCK_NUMBERS", 12)
     whole = torch.empty(11, 4)
-    init._fill_normal(whole, whole.shape, 1.0, 5, "w")
+    init.fill_drawn(whole, whole.shape, init.normal(1.0), 5, "w")
     for start, stop in [(0, 4), (4, 7), (7, 11), (11, 11)]:
         piece = torch.empty(stop - start, 4).as_subclass(Piece)
         piece.offset = start
-        init._fill_normal(piece, whole.shape, 1.0, 5, "w")
+        init.fill_drawn(piece, whole.shape, init.normal(1.0), 5, "w")
         assert torch.equal(piece.to_local(), whole[start:stop])
 
 
 def test_columns_of_a_split_second_dim(mesh: DeviceMesh) -> None:
     whole = torch.empty(6, 4)
-    init._fill_normal(whole, whole.shape, 1.0, 5, "w")
+    init.fill_drawn(whole, whole.shape, init.normal(1.0), 5, "w")
     split = distribute_tensor(torch.empty(6, 4), mesh["dp_shard"], [Shard(1)])
-    init._fill_normal(split, whole.shape, 1.0, 5, "w")
+    init.fill_drawn(split, whole.shape, init.normal(1.0), 5, "w")
     assert torch.equal(split.full_tensor(), whole)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from freight.assemble.adapters import adapter_targets, add_adapter, base_name, init_adapter
 from freight.checkpoint.hf_import import open_weights, read_architecture
 from freight.config.architecture import Architecture
 from freight.config.model import architecture_of
@@ -22,7 +23,7 @@ from freight.nn.init import init_weights
 from freight.nn.loss_head import ChunkedLossHead
 from freight.ops.attention import LocalAttention
 from freight.ops.protocols import AttentionCore
-from freight.parallel.data import fill, shard, whole
+from freight.parallel.data import COMPUTE_DTYPES, fill, shard, whole
 from freight.parallel.mesh import DeviceMesh
 
 
@@ -55,7 +56,7 @@ def weights_for(config: Config, arch: Architecture) -> Weights | None:
 
 
 def build_model(arch: Architecture, config: Config, mesh: DeviceMesh, *, weights: Weights | None = None) -> Decoder:
-    """A decoder ready to train: float32 master shards, gathered in `train.precision`.
+    """A decoder ready to train: float32 master shards, gathered in `train.precision`; with `adapter`, a frozen base.
 
     Args:
         arch: The model.
@@ -67,12 +68,18 @@ def build_model(arch: Architecture, config: Config, mesh: DeviceMesh, *, weights
     head = ChunkedLossHead(train.loss_chunk_tokens, arch.final_softcap, train.label_smoothing, train.z_loss_coeff)
     with torch.device("meta"):
         model = Decoder(arch, core=_attention(config.attention), loss_head=head)
-    shard(model, model.layers, mesh, train.precision)
+    lengths: list[nn.Module] = []
+    if config.adapter is not None:
+        targets = adapter_targets(config.adapter, arch)
+        lengths = add_adapter(model, config.adapter, targets, COMPUTE_DTYPES[train.precision])
+    shard(model, model.layers, mesh, train.precision, uncast=lengths)
     model.to_empty(device=mesh.device_type)
-    if weights is None:
+    if weights is None and config.adapter is None:
         init_weights(model, train.seed)
     else:
-        _load(model, weights)
+        _load(model, weights or DrawnWeights(arch, train.seed))
+    if config.adapter is not None:
+        init_adapter(model, train.seed)
     if train.compile:
         compile_blocks(model)
     return model.train()
@@ -117,7 +124,26 @@ def _attention(config: AttentionConfig) -> AttentionCore:
 
 def _load(model: Decoder, weights: Weights) -> None:
     for name, parameter in model.named_parameters():
-        fill(parameter, weights.load(name))
+        if (of_base := base_name(name)) is not None:
+            fill(parameter, weights.load(of_base))
+
+
+class DrawnWeights:
+    """Random weights as `build_model` would draw them, whole and in float32.
+
+    Args:
+        arch: Of the model.
+        seed: `train.seed`.
+    """
+
+    def __init__(self, arch: Architecture, seed: int) -> None:
+        model = Decoder(arch)
+        init_weights(model, seed)
+        self._tensors = dict(model.named_parameters())
+
+    def load(self, name: str) -> Tensor:
+        """One tensor."""
+        return self._tensors[name].detach()
 
 
 def compile_blocks(model: Decoder, backend: str = "inductor") -> None:

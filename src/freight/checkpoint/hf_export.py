@@ -74,13 +74,13 @@ def export_model(
     generation = {name: token for name, token in special.items() if token is not None}
     try:
         with whole_folder(output) as folder:
-            _write_json(folder / "config.json", config)
-            _write_json(folder / "generation_config.json", {**generation, **(generation_config or {})})
+            write_json(folder / "config.json", config)
+            write_json(folder / "generation_config.json", {**generation, **(generation_config or {})})
             _write_weights(
                 folder, _Source(tensors, arch, DTYPES[dtype], config["model_type"]), max_shard_bytes, progress
             )
             if tokenizer is not None:
-                _write_tokenizer(folder, tokenizer)
+                write_tokenizer(folder, tokenizer)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CheckpointError(f"`{output}` cannot be written: {reason}.") from None
@@ -169,18 +169,20 @@ def _write_weights(
                 progress(done, len(sizes), name)
         save_file(part, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
-def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The tokenizer with its chat template, under class names that transformers 4 knows too."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by the name that transformers 4 knows
-        _write_json(path, config)
-    _write_json(folder / "special_tokens_map.json", tokenizer.special_tokens_map)
+        write_json(path, config)
+    write_json(folder / "special_tokens_map.json", tokenizer.special_tokens_map)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A JSON file as people read it."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

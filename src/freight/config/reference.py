@@ -17,6 +17,7 @@ from freight.config.base import Section
 from freight.config.keys import allowed, fields_of, known, section_in, with_bounds
 from freight.config.presets import preset, preset_names
 from freight.config.schema import (
+    AdapterConfig,
     AttentionConfig,
     CheckpointConfig,
     Config,
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": DataConfig,
     "data.train[]": Source,
     "data.packing": PackingConfig,
+    "adapter": AdapterConfig,
     "train": TrainConfig,
     "train.optimizer": OptimizerConfig,
     "train.schedule": ScheduleConfig,
@@ -52,9 +54,9 @@ SECTIONS: dict[str, type[Section]] = {
 _HEAD = """\
 # Configuration
 
-One YAML file with the sections `model`, `data` and `train`, and if wanted `attention`, `checkpoint` and `log`. Any key
-can be set on the command line: `freight train run.yaml train.steps=10 data.packing.pack_size=4096`. `${section.key}`
-takes the value of another key. `null` is off.
+One YAML file with the sections `model`, `data` and `train`, and if wanted `adapter`, `attention`, `checkpoint` and
+`log`. Any key can be set on the command line: `freight train run.yaml train.steps=10 data.packing.pack_size=4096`.
+`${section.key}` takes the value of another key. `null` is off.
 
 `freight check run.yaml` names every fault of a file at once and prints what the file means in words. `freight schema`
 prints a JSON schema, with which editors complete and check:

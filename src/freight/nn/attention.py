@@ -59,11 +59,11 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim if self.norm_heads else q_width, arch.norm_eps, arch.norm_offset)
             self.k_norm = RMSNorm(head_dim if self.norm_heads else kv_width, arch.norm_eps, arch.norm_offset)
 
-    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotation: Rotation | None, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
         """Normed hidden states -> q, k, v `[tokens, heads or groups, head_dim]`, rotated."""
-        q = self._heads(self.q_proj(x), self.q_norm)
-        k = self._heads(self.k_proj(x), self.k_norm)
-        v = self._heads(self.v_proj(x), None)
+        q = self._heads(self.q_proj(x, tokens), self.q_norm)
+        k = self._heads(self.k_proj(x, tokens), self.k_norm)
+        v = self._heads(self.v_proj(x, tokens), None)
         if self.rope is not None and rotation is not None:
             interleaved = self.rope.config.interleaved
             q, k = apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved)
@@ -77,6 +77,6 @@ class Attention(nn.Module):
             x = norm(x)
         return x if self.clip is None else x.clamp(-self.clip, self.clip)
 
-    def output(self, context: Tensor) -> Tensor:
+    def output(self, context: Tensor, tokens: TokenRange) -> Tensor:
         """Context `[tokens, heads, head_dim]` -> `[tokens, hidden]`."""
-        return self.o_proj(context.flatten(-2))
+        return self.o_proj(context.flatten(-2), tokens)

@@ -74,7 +74,7 @@ class Block(nn.Module):
         rope = self.attention.rope
         rotation = shared_rotation(tokens, rope, hidden.dtype)  # pyright: ignore[reportCallIssue] (decorator hides it)
         normed = self.run_part("norm", self.attention_norm, hidden)
-        return self.run_part("qkv", self.attention.project, normed, rotation)
+        return self.run_part("qkv", self.attention.project, normed, rotation, tokens)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:
         """Attention -> context `[tokens, heads, head_dim]`."""
@@ -85,12 +85,12 @@ class Block(nn.Module):
 
     def post(self, hidden: Tensor, context: Tensor, tokens: TokenRange) -> Tensor:
         """Hidden states and context -> `[tokens, hidden]`."""
-        attended = self.attention.output(context)
+        attended = self.attention.output(context, tokens)
         if self.post_attention_norm is not None:
             attended = self.run_part("norm", self.post_attention_norm, attended)
         after = hidden + attended
         normed = self.run_part("norm", self.mlp_norm, hidden if self.parallel else after)
-        fed = self.run_part("mlp", self.mlp, normed, self.run_part)
+        fed = self.run_part("mlp", self.mlp, normed, tokens, self.run_part)
         if self.post_mlp_norm is not None:
             fed = self.run_part("norm", self.post_mlp_norm, fed)
         return after + fed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from freight.nn.decoder import Decoder
 from freight.nn.norm import LayerNorm, RMSNorm
 
 BLOCK_NUMBERS = 1 << 20
+Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @torch.no_grad()
@@ -41,11 +42,29 @@ def init_weights(model: Decoder, seed: int) -> None:
             else:
                 branch = module_name.endswith(("o_proj", "down_proj"))
                 scaled = std / math.sqrt(2 * model.arch.num_layers) if branch else std
-                _fill_normal(parameter, parameter.shape, scaled, seed, f"{module_name}.{name}")
+                fill_drawn(parameter, parameter.shape, normal(scaled), seed, f"{module_name}.{name}")
 
 
-def _fill_normal(parameter: Tensor, shape: Sequence[int], std: float, seed: int, name: str) -> None:
-    """Draw the rows of a matrix of `shape` of which `parameter` holds a part or all."""
+def normal(std: float) -> Draw:
+    """Draws from a normal distribution around 0."""
+    return lambda values, generator: values.normal_(0, std, generator=generator)
+
+
+def uniform(bound: float) -> Draw:
+    """Draws evenly between `-bound` and `bound`."""
+    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+
+
+def fill_drawn(parameter: Tensor, shape: Sequence[int], draw: Draw, seed: int, name: str) -> None:
+    """Draw the rows of a matrix of which `parameter` holds a part or all.
+
+    Args:
+        parameter: Plain or sharded.
+        shape: Of the whole matrix: `[rows, columns]`.
+        draw: Fills a float32 tensor from a generator.
+        seed: Of the whole model.
+        name: Tells this matrix from every other.
+    """
     rows, columns = shape
     block_rows = max(1, BLOCK_NUMBERS // columns)
     for target, (row, column) in _local_pieces(parameter):
@@ -53,7 +72,7 @@ def _fill_normal(parameter: Tensor, shape: Sequence[int], std: float, seed: int,
         for block in range(row // block_rows, -(-stop // block_rows)):
             first = block * block_rows
             values = torch.empty(min(block_rows, rows - first), columns)
-            values.normal_(0, std, generator=_generator(seed, name, block))
+            draw(values, _generator(seed, name, block))
             low, high = max(row, first), min(stop, first + values.shape[0])
             part = values[low - first : high - first, column : column + target.shape[1]]
             target[low - row : high - row] = part.to(target.device, target.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from freight.ops.batch import TokenRange
 from freight.ops.linear import linear
 
 
@@ -13,6 +14,11 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Nothing: `init_weights` or an importer fills the parameters, once."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`[tokens, in_features]` -> `[tokens, out_features]`."""
+    def forward(self, input: Tensor, tokens: TokenRange | None = None) -> Tensor:
+        """`[tokens, in_features]` -> `[tokens, out_features]`.
+
+        Args:
+            input: Hidden states.
+            tokens: Which tokens they are, for modules that stand in for this one (an adapter's dropout).
+        """
         return linear(input, self.weight, self.bias)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from freight.config.architecture import Architecture
 from freight.nn.linear import Linear
 from freight.ops.activation import activation, gated_activation
+from freight.ops.batch import TokenRange
 
 RunPart = Callable[..., Any]
 
@@ -24,14 +25,15 @@ class MLP(nn.Module):
         self.up_proj = Linear(arch.hidden_size, arch.ffn_hidden_size, arch.mlp_bias)
         self.down_proj = Linear(arch.ffn_hidden_size, arch.hidden_size, arch.mlp_bias)
 
-    def forward(self, x: Tensor, run_part: RunPart) -> Tensor:
+    def forward(self, x: Tensor, tokens: TokenRange, run_part: RunPart) -> Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`.
 
         Args:
             x: Normed hidden states.
+            tokens: Which tokens they are.
             run_part: Runs the `activation` part.
         """
         if self.gate_proj is None:
-            return self.down_proj(run_part("activation", activation, self.up_proj(x), self.kind))
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(run_part("activation", gated_activation, gate, up, self.kind))
+            return self.down_proj(run_part("activation", activation, self.up_proj(x, tokens), self.kind), tokens)
+        gate, up = self.gate_proj(x, tokens), self.up_proj(x, tokens)
+        return self.down_proj(run_part("activation", gated_activation, gate, up, self.kind), tokens)

@@ -24,14 +24,24 @@ Precision = Literal["bf16", "fp32", "fp64"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
+def shard(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    precision: Precision,
+    uncast: Iterable[nn.Module] = (),
+) -> None:
     """Wrap every block, then the root, which keeps what is in no block (embedding, final norm, head).
 
+    Frozen parameters stay as they are: whole on every rank, in their own dtype, never communicated. Within a step all
+    parameters are gathered anyway, so a shard of them would come on top of the whole.
+
     Args:
-        model: Module whose parameters all have the dtype of the masters; may be on the meta device.
+        model: Module whose trained parameters all have the dtype of the masters; may be on the meta device.
         blocks: Modules gathered and reduced as one unit each.
         mesh: Of `build_mesh`.
         precision: dtype of forward and backward. `fp64` is for verification; masters are then float64.
+        uncast: Modules whose parameters compute in the masters' dtype; each is a unit of its own.
 
     **Communication**: none here. Per step and rank of d: all-gather of the parameters (d-1)/d, reduce-scatter of the
     gradients the same, in float32.
@@ -40,8 +50,10 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, preci
     reduce_dtype = torch.float64 if precision == "fp64" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=reduce_dtype)
     axis = data_axis(mesh)
-    for module in (*blocks, model):
-        fully_shard(module, mesh=axis, mp_policy=policy, reshard_after_forward=False)
+    exact = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    for module, of_module in (*((m, exact) for m in uncast), *((m, policy) for m in (*blocks, model))):
+        fully_shard(module, mesh=axis, mp_policy=of_module, reshard_after_forward=False, ignored_params=frozen or None)
     for module in _fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)
         # On one rank the default factor is 1 already, and naming it would cost a division of every gradient.

@@ -118,8 +118,8 @@ def find_checkpoint(resume: str, directory: Path, warn: Callable[[str], None]) -
 
 
 def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """The tensors to save, by canonical names; loading fills these very tensors."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The tensors to save, by canonical names, without what is frozen; loading fills these very tensors."""
+    parameters = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     return {"model": parameters, "optimizer": optimizer_state(model, optimizer)}
 
 
