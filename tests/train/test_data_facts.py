@@ -38,6 +38,7 @@ def test_counts_by_hand() -> None:
         "supervised_share": 0.5,
         "skipped": {"too_long": 2},
         "used": 4,
+        "mixture": [],
         "read": 6,
         "length_quantiles": 0,
         "length_histogram": 0,

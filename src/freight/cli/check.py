@@ -49,7 +49,8 @@ def show_config(config: Config) -> None:
     print(to_yaml(config), end="")
 
 
-def _facts(config: Config, arch: Architecture) -> DataFacts:
+def _facts(config: Config, arch: Architecture) -> DataFacts | None:
+    """Facts of the packed data; None for a stream, which has to be read to be known."""
     from freight.data.build import open_rows
     from freight.data.tokenizer import load_tokenizer
     from freight.planner.resolve import data_facts
@@ -65,4 +66,5 @@ def _facts(config: Config, arch: Architecture) -> DataFacts:
             rejects_dir=None,
             progress=progress,
         )
-    return data_facts(rows)
+    indexed = rows.indexed()
+    return None if indexed is None else data_facts(indexed, config.train.epochs)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from freight.data.order import Permutation
 from freight.data.packed_file import PackedFile
-from freight.data.rows import Row
+from freight.data.rows import IndexedRows, Row, SourceShare, Unmarked
 
 
-class FileRows:
+class FileRows(Unmarked):
     """The rows of a packed file as a `RowSource`: always the same rows, in another order each epoch.
 
     Args:
@@ -19,8 +21,6 @@ class FileRows:
         seed: Order of the rows in each epoch.
         shuffle: False: the order of the file.
     """
-
-    num_windows = 1
 
     def __init__(self, file: PackedFile, seed: int = 0, *, shuffle: bool = True) -> None:
         facts = file.metadata
@@ -35,6 +35,10 @@ class FileRows:
         self.num_documents: int = facts["num_documents"]
         self.num_tokens: int = facts["num_tokens"]
         self.max_length: int = facts["max_length"]
+        sources = [source for source in facts.get("sources") or [] if "documents" in source]
+        self._names = [str(source["name"]) for source in sources]
+        self._ends = list(accumulate(source["documents"] for source in sources))
+        self.mixture: list[SourceShare] = []
 
     @property
     def num_rows(self) -> int:
@@ -58,7 +62,15 @@ class FileRows:
 
     def rows_in(self, epoch: int, window: int) -> int:
         """Rows of the file, in any epoch."""
-        return len(self._file)
+        return 0 if window else len(self._file)
+
+    def epochs_done(self, epoch: int, window: int, row: int) -> float:
+        """See `RowSource.epochs_done`."""
+        return epoch + (1.0 if window else row / len(self._file))
+
+    def indexed(self) -> IndexedRows:
+        """See `RowSource.indexed`."""
+        return self
 
     def row(self, epoch: int, window: int, number: int) -> Row:
         """The row at a place of the epoch's order."""
@@ -67,6 +79,6 @@ class FileRows:
         return self._file[number]
 
     def source_of(self, document: int) -> str:
-        """The only source's name; the file's own name when it was packed from several."""
-        sources = self.metadata["sources"] or []
-        return str(sources[0]["path"]) if len(sources) == 1 else self._file.path.name
+        """Name of the source of a document; the file's own where it does not know its sources."""
+        source = bisect_right(self._ends, document)
+        return self._names[source] if source < len(self._names) else self._file.path.stem

@@ -8,7 +8,7 @@ whole state is one position. Workers are threads: building a batch is NumPy copy
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ class StepData:
         num_tokens: Real tokens on this rank.
         num_documents: Spans on this rank.
         epoch: Epochs consumed when the step is done: 1.25 = a quarter of the second.
-        global_targets: Labels on all data ranks; the loss is divided by it.
+        global_targets: Labels on all data ranks; None where only a collective can tell, since no rank sees all rows.
     """
 
     step: int
@@ -43,7 +43,7 @@ class StepData:
     num_tokens: int
     num_documents: int
     epoch: float
-    global_targets: int
+    global_targets: int | None
 
     @property
     def efficiency(self) -> float:
@@ -66,7 +66,7 @@ class StepLoader:
         data_ranks: Ranks that read different rows.
         rank: This one.
         num_workers: Threads that build batches; 0 = in the caller's. Results are identical.
-        prefetch_batches: Steps built ahead.
+        prefetch_batches: Steps built ahead, by all threads together.
         epochs: Passes over the data; a fraction takes that share of the last epoch's rows.
         steps: Optimizer steps in all.
         pad_rows: Every microbatch has exactly `micro_batch_tokens` tokens.
@@ -101,7 +101,10 @@ class StepLoader:
         self._num_workers = num_workers
         self._prefetch_batches = prefetch_batches
         self._pad_rows = pad_rows
-        self._planner = StepPlanner(rows, rows_per_step, drop_last=drop_last, epochs=epochs, steps=steps)
+        self._dealt = rows.dealt_to is not None
+        assert rows.dealt_to in (None, data_ranks), (rows.dealt_to, data_ranks)
+        share = len(range(rank, rows_per_step, data_ranks)) if self._dealt else rows_per_step
+        self._planner = StepPlanner(rows, share, drop_last=drop_last, epochs=epochs, steps=steps)
         self._cursor = Cursor()
         if drop_last and not self.steps_per_epoch:
             raise ConfigError(
@@ -128,7 +131,10 @@ class StepLoader:
             yield data
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last step handed out: a few hundred bytes, the same on every rank."""
+        """State after the last step handed out: a few hundred bytes.
+
+        It is the same on every rank, unless each reads shards of its own: then `joined_state` makes one of all.
+        """
         return {
             "version": STATE_VERSION,
             "fingerprint": self._rows.fingerprint,
@@ -136,6 +142,8 @@ class StepLoader:
             "rows_per_step": self._rows_per_step,
             "packing": self._rows.packing,
             "sources": self._sources(),
+            "dealt_to": self._rows.dealt_to,
+            "mark": self._rows.mark(self._cursor.window),
             **asdict(self._cursor),
         }
 
@@ -151,13 +159,21 @@ class StepLoader:
 
         Raises:
             CheckpointError: A state of another version.
-            DataError: Data, seed or packing have changed.
+            DataError: Data, seed or packing have changed, or shards were dealt to another number of ranks.
         """
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"loader state has version {state.get('version')}, this program reads {STATE_VERSION}; "
                 "resume with the release that wrote it."
             )
+        dealt_to = state.get("dealt_to")
+        if dealt_to != self._rows.dealt_to and None not in (dealt_to, self._rows.dealt_to):
+            raise DataError(
+                f"the shards of the stream were dealt to {dealt_to} data ranks, now there are {self._data_ranks}: what "
+                f"each has read cannot be dealt anew. Resume on {dealt_to} data ranks."
+            )
+        if "ranks" in state:
+            state = state["ranks"][self._rank]
         cursor = Cursor(**{name: state[name] for name in asdict(Cursor())})
         notices = []
         changes = self._changes(state)
@@ -169,6 +185,8 @@ class StepLoader:
         if changes:
             cursor = replace(cursor, window=0, row=0, epoch_rows=0)
             notices.append(f"data changed: {'; '.join(changes)}; epoch {cursor.epoch} restarts")
+        elif state.get("mark") is not None:
+            self._rows.return_to(cursor.window, state["mark"])
         if state["rows_per_step"] != self._rows_per_step:
             notices.append(
                 f"global batch changed from {state['rows_per_step']} to {self._rows_per_step} rows; continues after "
@@ -219,11 +237,12 @@ class StepLoader:
     def _build(self, plan: StepPlan) -> tuple[StepData, Cursor, int]:
         """This rank's microbatches of a step, where the data stand after it, and its real tokens over all ranks.
 
-        Every rank reads all rows of the step, to know the global counts without a collective.
+        Every rank reads all rows of the step, to know the global counts without a collective; but of a source that was
+        dealt to the ranks it has and counts its own only.
         """
         rows = [self._rows.row(*name) for name in plan.rows]
-        mine = rows[self._rank :: self._data_ranks]
-        slots = -(-len(rows) // self._data_ranks)
+        mine = rows if self._dealt else rows[self._rank :: self._data_ranks]
+        slots = -(-(self._rows_per_step if self._dealt else len(rows)) // self._data_ranks)
         batches = [
             build_microbatch(
                 mine[first : first + self._rows_per_microbatch],
@@ -245,9 +264,20 @@ class StepLoader:
             num_tokens=sum(row.num_tokens for row in mine),
             num_documents=sum(len(row.lengths) for row in mine),
             epoch=self._planner.epochs_done(plan.after),
-            global_targets=sum(row.num_targets for row in rows),
+            global_targets=None if self._dealt and self._data_ranks > 1 else sum(row.num_targets for row in rows),
         )
         return data, plan.after, sum(row.num_tokens for row in rows)
+
+
+def joined_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state of the states of all data ranks, in order of rank; what every loader can continue from.
+
+    Args:
+        states: From `StepLoader.state_dict` at the same step.
+    """
+    if states[0]["dealt_to"] is None:
+        return states[0]
+    return {**states[0], "ranks": list(states)}
 
 
 def evaluation_batches(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from freight.data.document_order import DocumentOrder, EveryDocument, MixedSources, documents_per_source
 from freight.data.documents import Documents
-from freight.data.order import Permutation
+from freight.data.mixture import Mixture
 from freight.data.packing import PackedRows, check_pack_size, pack
 from freight.errors import DataError
 
@@ -75,18 +76,61 @@ def rows_of(plan: PackedRows, documents: Documents) -> Iterator[Row]:
 
 
 class RowSource(Protocol):
-    """Where the loader gets its rows."""
+    """Where the loader gets its rows.
+
+    An epoch is a run of windows, a window a run of rows; rows are named by numbers alone. `dealt_to` says how many data
+    ranks share the source, each holding rows of its own; None where every rank has them all.
+    """
 
     pack_size: int
     document_multiple: int
     pad_id: int
     seed: int
     fingerprint: str
-    num_windows: int
+    metadata: dict[str, Any]
+    dealt_to: int | None
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What decides the rows beside the documents; a resumed run must have the same."""
+        ...
+
+    def rows_in(self, epoch: int, window: int) -> int:
+        """Rows of one window of one epoch; 0 if the epoch has no such window."""
+        ...
+
+    def row(self, epoch: int, window: int, number: int) -> Row:
+        """One row; may be called from several threads."""
+        ...
+
+    def epochs_done(self, epoch: int, window: int, row: int) -> float:
+        """Epochs before a row, windows counted as equally large."""
+        ...
+
+    def source_of(self, document: int) -> str:
+        """Name of the source of a document, for losses per source."""
+        ...
+
+    def mark(self, window: int) -> dict[str, Any] | None:
+        """What a restarted run needs beside the numbers to find a window again; None if nothing."""
+        ...
+
+    def return_to(self, window: int, mark: dict[str, Any]) -> None:
+        """Be ready for a window that an earlier run marked."""
+        ...
+
+    def indexed(self) -> IndexedRows | None:
+        """Itself, if its size is known before it is read."""
+        ...
+
+
+class IndexedRows(RowSource, Protocol):
+    """Rows whose number is known up front, because all documents are."""
+
     num_documents: int
     num_tokens: int
     max_length: int
-    metadata: dict[str, Any]
+    mixture: list[SourceShare]
 
     @property
     def num_rows(self) -> int:
@@ -98,32 +142,50 @@ class RowSource(Protocol):
         """Documents per row."""
         ...
 
-    @property
-    def packing(self) -> dict[str, Any]:
-        """What decides the rows beside the documents; a resumed run must have the same."""
-        ...
-
     def first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of every span, and real tokens of every row, of the first epoch; for reports."""
         ...
 
-    def rows_in(self, epoch: int, window: int) -> int:
-        """Rows of one window of one epoch."""
-        ...
 
-    def row(self, epoch: int, window: int, number: int) -> Row:
-        """One row; may be called from several threads."""
-        ...
+class Unmarked:
+    """For rows that their numbers alone find again, on every rank."""
 
-    def source_of(self, document: int) -> str:
-        """Name of the source of a document, for losses per source."""
-        ...
+    dealt_to: int | None = None
+
+    def mark(self, window: int) -> dict[str, Any] | None:
+        """See `RowSource.mark`."""
+        return None
+
+    def return_to(self, window: int, mark: dict[str, Any]) -> None:
+        """See `RowSource.return_to`."""
+        raise AssertionError(mark)
 
 
-class DocumentRows:
+class SourceShare(NamedTuple):
+    """One source of a mixture.
+
+    Args:
+        name: Of the source.
+        documents: That it has.
+        share: Of all samples.
+        taken: Samples in the first epoch.
+    """
+
+    name: str
+    documents: int
+    share: float
+    taken: int
+
+    def __str__(self) -> str:
+        passes = self.taken / self.documents
+        return f"{self.name} {self.share:.2%}, {self.taken:,} of its {self.documents:,} documents ({passes:.2f} passes)"
+
+
+class DocumentRows(Unmarked):
     """Rows packed in memory, other rows in every epoch.
 
-    The documents of an epoch stand in the order of a keyed permutation and are packed `window_documents` at a time.
+    The documents of an epoch stand in the order of a keyed permutation, or as a mixture has them, and are packed
+    `window_documents` at a time.
 
     Args:
         documents: The documents.
@@ -134,6 +196,7 @@ class DocumentRows:
         shuffle: False: every epoch has the documents in their own order, and the same rows.
         document_multiple: Every span takes the next multiple of it.
         window_documents: Documents packed together; None = all of them.
+        weights: Of each source by name, in the order of the documents; None = every document once in an epoch.
     """
 
     def __init__(
@@ -147,6 +210,7 @@ class DocumentRows:
         shuffle: bool = True,
         document_multiple: int = 1,
         window_documents: int | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not len(documents):
             skipped = documents.metadata.get("skipped") or {}
@@ -158,6 +222,7 @@ class DocumentRows:
         self._packing_seed = seed if packing_seed is None else packing_seed
         self._shuffle = shuffle
         self._window_documents = window_documents
+        self._weights = dict(weights or {})
         self._documents_in_window = min(window_documents or len(documents), len(documents))
         self._plans: OrderedDict[tuple[int, int], tuple[np.ndarray, PackedRows]] = OrderedDict()
         self._counts: dict[tuple[int, int], int] = {}
@@ -167,16 +232,28 @@ class DocumentRows:
         self.seed = seed
         self.pad_id: int = documents.metadata["pad_id"]
         self.fingerprint = documents.fingerprint
-        self.num_windows = -(-len(documents) // self._documents_in_window)
         self.num_documents = len(documents)
-        self.num_tokens = int(documents.lengths.sum(dtype=np.int64))
         self.max_length = min(int(documents.lengths.max()), pack_size)
         self.metadata = documents.metadata
+        self.mixture: list[SourceShare] = []
+        key = (seed, self.fingerprint) if shuffle else None
+        self._order: DocumentOrder = EveryDocument(len(documents), key)
+        if self._weights:
+            counts = documents_per_source(documents, list(self._weights))
+            shares = Mixture(list(self._weights.values()))
+            self._order = MixedSources(counts, shares, key)
+            taken = shares.taken(len(documents))
+            self.mixture = [
+                SourceShare(name, count, float(share), int(number))
+                for name, count, share, number in zip(self._weights, counts, shares.shares, taken, strict=True)
+            ]
+        self._num_windows = -(-len(documents) // self._documents_in_window)
+        self.num_tokens = self._tokens_of_first_epoch()
 
     @property
     def num_rows(self) -> int:
         """Rows of the first epoch."""
-        return sum(self.rows_in(0, window) for window in range(self.num_windows))
+        return sum(self.rows_in(0, window) for window in range(self._num_windows))
 
     @property
     def packing_factor(self) -> float:
@@ -193,15 +270,22 @@ class DocumentRows:
             "document_multiple": self.document_multiple,
             "window_documents": self._window_documents,
             "shuffle": self._shuffle,
+            **({"weights": self._weights} if self._weights else {}),
         }
+
+    def indexed(self) -> IndexedRows:
+        """See `RowSource.indexed`."""
+        return self
 
     def first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
         """See `RowSource.first_epoch`."""
-        plans = [self._plan(0, window)[1] for window in range(self.num_windows)]
+        plans = [self._plan(0, window)[1] for window in range(self._num_windows)]
         return np.concatenate([plan.lengths for plan in plans]), np.concatenate([plan.tokens_of_rows for plan in plans])
 
     def rows_in(self, epoch: int, window: int) -> int:
         """Rows of one window; packs it if it has not been packed yet."""
+        if window >= self._num_windows:
+            return 0
         if (epoch, window) not in self._counts:
             self._counts[epoch, window] = len(self._plan(epoch, window)[1])
         return self._counts[epoch, window]
@@ -212,6 +296,12 @@ class DocumentRows:
         spans = [(int(order[document]), start, length) for document, start, length in rows.row(number)]
         return make_row(self._documents, spans)
 
+    def epochs_done(self, epoch: int, window: int, row: int) -> float:
+        """See `RowSource.epochs_done`."""
+        if window >= self._num_windows:
+            return epoch + 1.0
+        return epoch + (window + row / self.rows_in(epoch, window)) / self._num_windows
+
     def source_of(self, document: int) -> str:
         """Name of the source of a document."""
         return self._documents.source_of(document)
@@ -220,10 +310,7 @@ class DocumentRows:
         """The documents of a window, and how they share rows."""
         with self._lock:
             if (epoch, window) not in self._plans:
-                start = window * self._documents_in_window
-                order = np.arange(start, min(start + self._documents_in_window, self.num_documents))
-                if self._shuffle:
-                    order = Permutation(self.num_documents, (self.seed, epoch, self.fingerprint)).at(order)
+                order = self._window(epoch, window)
                 self._plans[epoch, window] = (
                     order,
                     pack(
@@ -240,3 +327,14 @@ class DocumentRows:
                 if len(self._plans) > WINDOWS_KEPT:
                     self._plans.popitem(last=False)
             return self._plans[epoch, window]
+
+    def _tokens_of_first_epoch(self) -> int:
+        if not self._weights:
+            return int(self._documents.lengths.sum(dtype=np.int64))
+        windows = (self._window(0, window) for window in range(self._num_windows))
+        return sum(int(self._documents.lengths[order].sum(dtype=np.int64)) for order in windows)
+
+    def _window(self, epoch: int, window: int) -> np.ndarray:
+        """int64: the documents of a window in their order."""
+        start = window * self._documents_in_window
+        return self._order.at(epoch, np.arange(start, min(start + self._documents_in_window, self.num_documents)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from freight.data.rows import RowSource
 
@@ -67,7 +69,7 @@ class StepPlanner:
 
     def rows_taken(self, epoch: int) -> int:
         """Rows that are taken from an epoch."""
-        count = sum(self._rows.rows_in(epoch, window) for window in range(self._rows.num_windows))
+        count = sum(takewhile(bool, (self._rows.rows_in(epoch, window) for window in itertools.count())))
         if self._epochs is not None and epoch + 1 > self._epochs:
             return math.ceil(count * max(0.0, self._epochs - epoch))
         return count
@@ -79,7 +81,7 @@ class StepPlanner:
 
     def _finished(self, cursor: Cursor) -> bool:
         """No row of the cursor's epoch is left."""
-        if cursor.window >= self._rows.num_windows:
+        if not self._rows.rows_in(cursor.epoch, cursor.window):
             return True
         partial = self._epochs is not None and cursor.epoch + 1 > self._epochs
         return partial and cursor.epoch_rows >= self.rows_taken(cursor.epoch)
@@ -107,8 +109,5 @@ class StepPlanner:
             yield StepPlan(step, taken, cursor)
 
     def epochs_done(self, cursor: Cursor) -> float:
-        """Epochs behind a cursor, windows counted as equally large."""
-        if cursor.window >= self._rows.num_windows:
-            return cursor.epoch + 1.0
-        window = cursor.window + cursor.row / self._rows.rows_in(cursor.epoch, cursor.window)
-        return cursor.epoch + window / self._rows.num_windows
+        """Epochs behind a cursor."""
+        return self._rows.epochs_done(cursor.epoch, cursor.window, cursor.row)

@@ -9,19 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from freight.data.rows import RowSource
+from freight.data.rows import IndexedRows
 
 BINS = 32
 
 
-def data_facts(rows: RowSource) -> dict[str, Any]:
+def data_facts(rows: IndexedRows) -> dict[str, Any]:
     """Sum up the first epoch.
 
     Returns:
         `documents tokens rows pack_size algorithm efficiency fill packing_factor supervised_share length_quantiles
-        length_histogram row_fill_histogram skipped used read`. Efficiency is real tokens over all slots, fill the least
-        possible number of rows over the actual one, a histogram `{edges, counts}` in tokens; `skipped` counts records
-        left out by reason, `read` is `used` plus all of them.
+        length_histogram row_fill_histogram skipped used read mixture`. Efficiency is real tokens over all slots, fill
+        the least possible number of rows over the actual one, a histogram `{edges, counts}` in tokens; `skipped` counts
+        records left out by reason, `read` is `used` plus all of them; `mixture` lists `name documents share taken` of
+        sources with weights.
     """
     lengths, row_tokens = rows.first_epoch()
     tokens, num_rows = int(row_tokens.sum(dtype=np.int64)), len(row_tokens)
@@ -35,13 +36,14 @@ def data_facts(rows: RowSource) -> dict[str, Any]:
         "efficiency": tokens / (num_rows * rows.pack_size),
         "fill": -(-tokens // rows.pack_size) / num_rows,
         "packing_factor": rows.num_documents / num_rows,
-        "supervised_share": rows.metadata["num_target_tokens"] / tokens,
+        "supervised_share": rows.metadata["num_target_tokens"] / rows.metadata["num_tokens"],
         "length_quantiles": _quantiles(lengths),
         "length_histogram": _histogram(lengths, _edges_from_zero(int(lengths.max()))),
         "row_fill_histogram": _histogram(row_tokens, _edges_up_to(rows.pack_size, int(row_tokens.min()))),
         "skipped": skipped,
         "used": rows.num_documents,
         "read": rows.num_documents + sum(skipped.values()),
+        "mixture": [share._asdict() for share in rows.mixture],
     }
 
 

@@ -393,7 +393,8 @@ def _describe_run(prepared: Prepared, run_dir: Path) -> None:
     write_status(run_dir, RunStatus("running", total_steps=prepared.total_steps))
     write_json(run_dir / "environment.json", environment())
     write_plan(run_dir, prepared.plan.words())
-    write_json(run_dir / DATA_FILE, data_facts(prepared.rows))
+    indexed = prepared.rows.indexed()
+    write_json(run_dir / DATA_FILE, {} if indexed is None else data_facts(indexed))
 
 
 def _leave(run_dir: Path, status: RunStatus) -> None:

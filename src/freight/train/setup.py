@@ -20,7 +20,7 @@ from freight.config.checks import architecture_faults, fit_faults
 from freight.config.schema import Config
 from freight.data.build import Which, open_rows
 from freight.data.loader import StepLoader
-from freight.data.rows import RowSource
+from freight.data.rows import IndexedRows, RowSource
 from freight.data.tokenizer import load_tokenizer
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
@@ -50,7 +50,7 @@ class Prepared:
     config: Config
     arch: Architecture
     rows: RowSource
-    validation: RowSource | None
+    validation: IndexedRows | None
     plan: Plan
     total_steps: int
 
@@ -91,8 +91,10 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
         )
 
     rows = rows_of("train")
-    validation = rows_of("validation") if config.data.validation is not None else None
-    plan = resolve(config, arch, data=data_facts(rows), hardware=hardware_of(world.device))
+    validation = rows_of("validation").indexed() if config.data.validation is not None else None
+    indexed = rows.indexed()
+    facts = None if indexed is None else data_facts(indexed, config.train.epochs)
+    plan = resolve(config, arch, data=facts, hardware=hardware_of(world.device))
     total_steps = build_loader(config, rows, plan).total_steps
     phases(total_steps, config.train.schedule)
     return Prepared(config, arch, rows, validation, plan, total_steps)
