@@ -82,11 +82,11 @@ def test_the_cache_is_keyed_by_content(tmp_path):
     options = {"cache_dir": str(cache)}
     run(source, **options)
     (first,) = entries(cache)
-    written = (cache / "tokenized" / first / "documents.arrow").stat().st_mtime_ns
+    written = (cache / "tokenized" / first / "documents-00000.arrow").stat().st_mtime_ns
     os.utime(path, (1, 1))
     run(source, small_tokenizer(), **options)
     assert entries(cache) == [first]
-    assert (cache / "tokenized" / first / "documents.arrow").stat().st_mtime_ns == written
+    assert (cache / "tokenized" / first / "documents-00000.arrow").stat().st_mtime_ns == written
     changes = [
         lambda: run(source, train_on="all", **options),
         lambda: run(source, sequence_length=128, **options),
@@ -106,7 +106,7 @@ def test_a_damaged_entry_is_made_again_and_a_failed_one_leaves_nothing(tmp_path)
     source = write(tmp_path / "chat.jsonl", chat("a", "b"))
     run(source, cache_dir=str(cache))
     (entry,) = entries(cache)
-    (cache / "tokenized" / entry / "documents.arrow").write_bytes(b"ARROW1")
+    (cache / "tokenized" / entry / "documents-00000.arrow").write_bytes(b"ARROW1")
     same(run(source, cache_dir=str(cache)), run(source))
     with pytest.raises(DataError):
         run(write(tmp_path / "bad.jsonl", chat("a", "b"), "{"), cache_dir=str(cache))

@@ -1,45 +1,63 @@
-"""Reads, converts and encodes sources into a sink, batch by batch, and keeps the books that must add up."""
+"""Reads sources, has batches encoded, and puts documents into a sink, in order: the loop around the workers.
+
+This process only cuts files into lines, keeps the books and writes; parsing, rendering and tokenising are a batch's
+own business, here or in worker processes. Small input stays here, where nothing has to be started.
+"""
 
 from __future__ import annotations
 
-from array import array
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from freight.config.schema import DataConfig, Truncation
+from freight.data.batch_encoder import BatchEncoder, BatchTask, EncodedBatch, SourceRules, parse_record, read_record
+from freight.data.books import Books, Mark, TooLongCount
 from freight.data.cache_key import combined_hash
-from freight.data.documents import Document
-from freight.data.encode import EncodeCounts, SampleEncoder
-from freight.data.formats import DETECTION_RECORDS, Sample, check_field_names, convert, detect_format, rename_fields
+from freight.data.formats import DETECTION_RECORDS, check_field_names, detect_format, rename_fields
+from freight.data.jsonl import read_lines
 from freight.data.readers import read_file
-from freight.data.records import RawRecord, RecordFault
+from freight.data.records import Place, RawRecord, RecordFault
 from freight.data.rejects import Rejects
 from freight.data.sources import SourceFiles
 from freight.data.template import ChatTemplate
 from freight.data.token_store import ArrowSink, FileEntry, MemorySink
 from freight.data.tokenizer import ROUND_TRIP_STRINGS, Encoder, pad_id, tokenizer_hash
 from freight.data.truncation import TooLong
+from freight.data.worker_pool import WorkerPool, usable_processes
 from freight.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int, str], None]
 
 BATCH_RECORDS = 256
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 1 << 20
+POOL_BYTES = 16 << 20  # below, starting processes takes longer than they save
+MOST_PROCESSES = 8
+SHARD_BYTES = 64 << 20
 SAMPLED_RECORDS = 1000
-QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-STRADDLING_LIMIT = 0.001
+NO_RECORD = -1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenised, and how."""
+    """What is to be tokenised, and how.
+
+    Args:
+        sources: What to read.
+        config: The `data` section.
+        tokenizer: Of the run.
+        template: Chat template, if any.
+        vocab_size: Rows of the model's embedding.
+        progress: Told of bytes.
+        processes: How many tokenise; None = chosen by size and cores.
+    """
 
     sources: list[SourceFiles]
     config: DataConfig
@@ -47,186 +65,83 @@ class Job:
     template: ChatTemplate | None
     vocab_size: int
     progress: Progress
+    processes: int | None = None
+
+
+class Taken(NamedTuple):
+    """A record on its way.
+
+    Args:
+        file: Index of its file among all files.
+        record: As it was read; lines of JSON unparsed.
+        position: Bytes of all files up to its end.
+    """
+
+    file: int
+    record: RawRecord
+    position: int
+
+
+Runner = Callable[[Iterable[tuple[list[Taken], BatchTask]]], Iterator[tuple[list[Taken], EncodedBatch]]]
 
 
 @dataclass
 class DocumentBuilder:
-    """Reads, converts and encodes all sources into a sink, and keeps the books.
+    """Turns all sources into documents in a sink, and keeps the books.
 
     Args:
         job: What to do.
         sink: Takes documents.
         rejects_dir: Takes rejects files.
+        save: Told after every finished shard what `run` needs to go on behind it; None = shards are not finished.
     """
 
     job: Job
     sink: ArrowSink | MemorySink
     rejects_dir: Path | None
-    files: list[FileEntry] = field(default_factory=list)
-    formats: dict[str, str] = field(default_factory=dict)
-    policies: dict[str, str] = field(default_factory=dict)
+    save: Callable[[dict[str, Any]], None] | None = None
+    books: Books = field(default_factory=Books)
     rejects: dict[str, Rejects] = field(default_factory=dict)
-    counts: EncodeCounts = field(default_factory=EncodeCounts)
-    ignored: Counter[str] = field(default_factory=Counter)
-    lengths: array[int] = field(default_factory=lambda: array("q"))
-    targets: int = 0
-    notices: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    missing_columns: set[str] = field(default_factory=set)
-    done_bytes: int = 0
-    position: int = 0
+    too_long: TooLongCount = field(default_factory=TooLongCount)
 
-    def run(self) -> None:
+    def run(self, state: dict[str, Any] | None = None) -> None:
         """Tokenise every source, in order.
+
+        Args:
+            state: What `save` was given when this build was interrupted; None = from the front.
 
         Raises:
             DataError: See `tokenise`.
         """
-        self.encoder = Encoder(self.job.tokenizer)
-        self.total_bytes = sum(path.stat().st_size for source in self.job.sources for path in source.files)
-        self.missing_columns = {column for source in self.job.sources for column in source.fields.values()}
-        for source in self.job.sources:
-            self._run_source(source)
-        if self.missing_columns:
-            raise DataError(f"data.fields: no record has a column {min(self.missing_columns)!r}; leave it out")
-        self._warn()
-
-    def _run_source(self, source: SourceFiles) -> None:
-        job, config = self.job, self.job.config
-        check_field_names(source.fields, source.path)
-        first_file = len(self.files)
-        self.files += [FileEntry(str(path), source.kind, source.name) for path in source.files]
-        records = islice(self._records(source, first_file), source.max_records)
-        head = list(islice(records, DETECTION_RECORDS))
-        record_format = self._format(source, [record for _, record in head])
-        policy: Truncation = config.truncation or ("split" if record_format == "text" else "error")
-        self.formats[source.name], self.policies[source.name] = record_format, policy
-        skip = config.on_bad_record == "skip"
-        rejects = Rejects(source.name, None if policy == "error" and not skip else self.rejects_dir, skip=skip)
-        self.rejects[source.name] = rejects
-        encoder = SampleEncoder(config, self.encoder, job.template, policy, job.vocab_size, self.counts)
-        too_long = TooLongCount(config.sequence_length) if policy == "error" else None
-        try:
-            for batch in batches(chain(head, records)):
-                self._run_batch(batch, source, encoder, rejects, too_long)
-                job.progress(self.position, self.total_bytes, "tokenising")
-            if too_long:
-                too_long.stop(rejects.read, enough=True)
-            self._check_ends()
-            rejects.finish(config.max_skipped_fraction, source.path)
-        finally:
-            rejects.close()
-
-    def _records(self, source: SourceFiles, first_file: int) -> Iterator[tuple[int, RawRecord]]:
-        for index, path in enumerate(source.files):
-            for record in read_file(path, source.kind):
-                self.position = self.done_bytes + record.consumed
-                yield first_file + index, record
-            self.done_bytes += path.stat().st_size
-
-    def _format(self, source: SourceFiles, head: list[RawRecord]) -> str:
-        if source.format == "packed":
-            raise DataError(f"{source.path}: format packed: set data.packing.file to the packed file instead")
-        if source.format != "auto":
-            return source.format
-        if not head:
-            raise DataError(f"{source.path}: 0 records; the source is empty")
-        parsed = [(r.place, rename_fields(r.value, source.fields)) for r in head if r.value is not None]
-        if not parsed:
-            raise DataError(f"{head[0].place}: {head[0].fault}; none of the first {len(head)} records can be parsed")
-        found = detect_format(parsed, source.path)
-        self.notices.append(f"{source.path}: format {found} (detected)")
-        return found
-
-    def _run_batch(
-        self,
-        batch: list[tuple[int, RawRecord]],
-        source: SourceFiles,
-        encoder: SampleEncoder,
-        rejects: Rejects,
-        too_long: TooLongCount | None,
-    ) -> None:
-        samples = [self._convert(record, source) for _, record in batch]
-        good = [sample for sample in samples if not isinstance(sample, RecordFault)]
-        if len(self.lengths) == 0 and good:
-            self._check_round_trip(good)
-        encoded = iter(encoder.encode(good))
-        for (file, record), sample in zip(batch, samples, strict=True):
-            result = sample if isinstance(sample, RecordFault) else next(encoded)
-            if isinstance(result, TooLong):
-                if too_long:
-                    too_long.add(record, result)
-                rejects.drop(record, result, result.tokens)
-            elif isinstance(result, RecordFault):
-                rejects.reject(record, result)
-            else:
-                rejects.accept()
-                for document in result:
-                    self._add(document, file, record)
-        enough = rejects.read >= SAMPLED_RECORDS
-        if too_long:
-            too_long.stop(rejects.read, enough=enough)
-        if enough:
-            self._check_ends()
-
-    def _convert(self, record: RawRecord, source: SourceFiles) -> Sample | RecordFault:
-        if record.value is None:
-            assert record.fault is not None
-            return record.fault
-        self.missing_columns -= record.value.keys()
-        keys: list[str] = []
-        try:
-            sample = convert(rename_fields(record.value, source.fields), self.formats[source.name], keys.append)
-        except RecordFault as fault:
-            return fault
-        self.ignored.update(set(keys))
-        return sample
-
-    def _add(self, document: Document, file: int, record: RawRecord) -> None:
-        self.sink.add(document, file, record.place)
-        self.lengths.append(len(document))
-        self.targets += document.num_targets
-
-    def _check_round_trip(self, samples: list[Sample]) -> None:
-        warning = self.encoder.round_trip_warning([text for s in samples[:ROUND_TRIP_STRINGS] for text in s.texts])
-        if warning:
-            self.warnings.append(warning)
-
-    def _check_ends(self) -> None:
-        if self.counts.turns and not self.counts.ended_turns:
-            raise DataError(
-                "no assistant turn ends in a special token: the model would never learn to stop; add {{ eos_token }} "
-                "to the chat template, or set data.eos=always"
-            )
-
-    def _warn(self) -> None:
-        counts, tokens = self.counts, sum(self.lengths)
-        if counts.straddling_tokens > STRADDLING_LIMIT * tokens:
-            self.warnings.append(
-                f"{counts.straddling_tokens:,} of {tokens:,} tokens cover supervised and other text, such as "
-                f"{counts.straddling_example!r}; they are supervised"
-            )
-        if self.ignored:
-            listed = ", ".join(f"{key} ({count:,})" for key, count in self.ignored.most_common())
-            self.notices.append(f"keys that are not used: {listed}")
+        job = self.job
+        sizes = [path.stat().st_size for source in job.sources for path in source.files]
+        self._starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+        self.books.missing_columns = {column for source in job.sources for column in source.fields.values()}
+        if state is not None:
+            self._restore(state)
+        self._shard_start, self._began = self.books.mark.position, time.monotonic()
+        self._tokens_before, self._read_before = self.books.tokens, self._read()
+        self._encoder = Encoder(job.tokenizer)
+        encode = BatchEncoder(job.config, self._encoder, job.template, job.vocab_size)
+        processes = job.processes or self._suitable_processes()
+        if processes > 1:
+            with WorkerPool(encode, processes, "tokenising") as pool:
+                self._run_sources(pool.map)
+        else:
+            self._run_sources(lambda tasks: ((batch, encode(task)) for batch, task in tasks))
+        self.books.close()
 
     def metadata(self, hashes: dict[Path, str]) -> dict[str, Any]:
         """Facts for packed files, reports and summaries; see `tokenise`."""
-        job, counts = self.job, self.counts
-        skipped: Counter[str] = Counter()
-        for rejects in self.rejects.values():
-            skipped.update(rejects.counts)
-        tokens = sum(self.lengths)
-        template = job.template if any(name != "text" for name in self.formats.values()) else None
+        job = self.job
+        template = job.template if any(name != "text" for name in self.books.formats.values()) else None
         return {
             "tokenizer_hash": tokenizer_hash(job.tokenizer),
             "template_hash": template.hash if template else None,
             "vocab_size": job.vocab_size,
             "pad_id": pad_id(job.tokenizer),
-            "eos_id": self.encoder.eos_id,
-            "format": only_value(self.formats),
+            "eos_id": self._encoder.eos_id,
             "sequence_length": job.config.sequence_length,
-            "truncation": only_value(self.policies),
             "sources": [
                 {
                     "name": source.name,
@@ -236,69 +151,201 @@ class DocumentBuilder:
                 }
                 for source in job.sources
             ],
-            "num_documents": len(self.lengths),
-            "num_tokens": tokens,
-            "num_target_tokens": self.targets,
-            "records_read": sum(rejects.read for rejects in self.rejects.values()),
-            "records_used": sum(rejects.used for rejects in self.rejects.values()),
-            "skipped": dict(skipped),
-            "supervised_share": self.targets / max(1, tokens),
-            "length_quantiles": {
-                str(q): int(v) for q, v in zip(QUANTILES, np.quantile(self.lengths, QUANTILES), strict=True)
-            },
-            "straddling_tokens": counts.straddling_tokens,
-            "trailing_unsupervised": counts.trailing_unsupervised,
-            "documents_cut": counts.documents_cut,
-            "tokens_cut": counts.tokens_cut,
-            "tokens_dropped": sum(rejects.dropped_tokens for rejects in self.rejects.values()),
-            "ignored_keys": dict(self.ignored),
-            "notices": self.notices,
-            "warnings": self.warnings,
+            **self.books.summary(self.rejects, self.sink.lengths),
         }
 
+    def _suitable_processes(self) -> int:
+        left = self._starts[-1] - self.books.mark.position
+        return usable_processes(MOST_PROCESSES) if left >= POOL_BYTES else 1
 
-class TooLongCount:
-    """With truncation `error`: counts documents that are too long until it can say how common they are.
+    def _run_sources(self, runner: Runner) -> None:
+        first_file = 0
+        for index, source in enumerate(self.job.sources):
+            if index >= self.books.mark.source:
+                self._run_source(index, source, first_file, runner)
+            first_file += len(source.files)
 
-    Args:
-        limit: `data.sequence_length`.
-    """
+    def _run_source(self, index: int, source: SourceFiles, first_file: int, runner: Runner) -> None:
+        config, books = self.job.config, self.books
+        check_field_names(source.fields, source.path)
+        if books.mark.source != index or books.mark.after == NO_RECORD:
+            books.mark = Mark(index, first_file, NO_RECORD, self._starts[first_file])
+        fresh = source.name not in books.formats
+        before = 0 if fresh else self.rejects[source.name].read
+        limit = None if source.max_records is None else max(0, source.max_records - before)
+        records = islice(self._records(source, first_file), limit)
+        head: list[Taken] = []
+        if fresh:
+            head = list(islice(records, DETECTION_RECORDS))
+            self._open(source, [taken.record for taken in head])
+            records = chain(head, records)
+        rejects = self.rejects[source.name]
+        rules = SourceRules(books.formats[source.name], source.fields, policy_of(config, books.formats[source.name]))
+        try:
+            if fresh and index == 0:
+                self._check_round_trip([taken.record for taken in head], rules)
+            for batch, encoded in runner(tasks_of(records, rules, rejects.read)):
+                self._take(index, batch, encoded, rejects)
+            self.too_long.stop(rejects.read, enough=True)
+            books.check_ends()
+            rejects.finish(config.max_skipped_fraction, source.path)
+        finally:
+            rejects.close()
+        stop = first_file + len(source.files)
+        books.mark = Mark(index + 1, stop, NO_RECORD, self._starts[stop])
+        self._report()
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._first: tuple[RawRecord, TooLong] | None = None
-        self._count = 0
-        self._longest = 0
+    def _records(self, source: SourceFiles, first_file: int) -> Iterator[Taken]:
+        mark = self.books.mark
+        for file, path in enumerate(source.files, start=first_file):
+            if file < mark.file:
+                continue
+            after = mark.after if file == mark.file else NO_RECORD
+            for record in unparsed(path, source.kind, after):
+                yield Taken(file, record, self._starts[file] + record.consumed)
 
-    def add(self, record: RawRecord, fault: TooLong) -> None:
-        """Count one."""
-        self._first = self._first or (record, fault)
-        self._count += 1
-        self._longest = max(self._longest, fault.tokens)
+    def _open(self, source: SourceFiles, head: list[RawRecord]) -> None:
+        """Begin the books of a source."""
+        books, config = self.books, self.job.config
+        found = self._format(source, head)
+        books.files += [FileEntry(str(path), source.kind, source.name) for path in source.files]
+        books.formats[source.name] = found
+        books.policies[source.name] = policy_of(config, found)
+        self.rejects[source.name] = self._rejects_of(source)
+        self.too_long = TooLongCount()
 
-    def stop(self, read: int, *, enough: bool) -> None:
-        """Raise if there was one and enough records were read.
+    def _rejects_of(self, source: SourceFiles) -> Rejects:
+        skip = self.job.config.on_bad_record == "skip"
+        stops = self.books.policies[source.name] == "error" and not skip
+        return Rejects(source.name, None if stops else self.rejects_dir, skip=skip)
 
-        Raises:
-            DataError: Names the first, how common they are, and what to set.
-        """
-        if self._first is None or not enough:
-            return
-        record, fault = self._first
-        fitting = 1 << (self._longest - 1).bit_length()
-        raise DataError(
-            f"{record.place}: {fault} ({self._count:,} of the first {read:,} records are). "
-            f"Set data.truncation=drop or cut_right, or data.sequence_length={fitting}"
+    def _format(self, source: SourceFiles, head: list[RawRecord]) -> str:
+        if source.format == "packed":
+            raise DataError(f"{source.path}: format packed: set data.packing.file to the packed file instead")
+        if source.format != "auto":
+            return source.format
+        if not head:
+            raise DataError(f"{source.path}: 0 records; the source is empty")
+        parsed, faults = [], []
+        for record in head:
+            try:
+                parsed.append((record.place, rename_fields(parse_record(content_of(record)), source.fields)))
+            except RecordFault as fault:
+                faults.append(fault)
+        if not parsed:
+            raise DataError(f"{head[0].place}: {faults[0]}; none of the first {len(head)} records can be parsed")
+        found = detect_format(parsed, source.path)
+        self.books.notices.append(f"{source.path}: format {found} (detected)")
+        return found
+
+    def _check_round_trip(self, head: list[RawRecord], rules: SourceRules) -> None:
+        samples = [read_record(content_of(record), rules, Counter(), set()) for record in head]
+        texts = [text for sample in samples if not isinstance(sample, RecordFault) for text in sample.texts]
+        warning = self._encoder.round_trip_warning(texts[:ROUND_TRIP_STRINGS])
+        if warning:
+            self.books.warnings.append(warning)
+
+    def _take(self, index: int, batch: list[Taken], encoded: EncodedBatch, rejects: Rejects) -> None:
+        """Enter a batch into the books and hand its documents on."""
+        books = self.books
+        books.counts.add(encoded.counts)
+        books.ignored.update(encoded.ignored)
+        books.missing_columns -= encoded.columns_seen
+        for place, taken in enumerate(batch):
+            fault = encoded.faults.get(place)
+            if fault is None:
+                rejects.accept()
+            elif isinstance(fault, TooLong):
+                if books.policies[self.job.sources[index].name] == "error":
+                    self.too_long.add(taken.record, fault)
+                rejects.drop(taken.record, fault, fault.tokens)
+            else:
+                rejects.reject(taken.record, fault)
+        owners = [taken for taken, count in zip(batch, encoded.num_documents, strict=True) for _ in range(count)]
+        columns = encoded.columns
+        self.sink.add(columns, [taken.file for taken in owners], [taken.record.place for taken in owners])
+        books.documents += len(columns.lengths)
+        books.tokens += len(columns.ids)
+        books.targets += columns.targets
+        enough = rejects.read >= SAMPLED_RECORDS
+        self.too_long.stop(rejects.read, enough=enough)
+        if enough:
+            books.check_ends()
+        last = batch[-1]
+        books.mark = Mark(index, last.file, last.record.place.number, last.position)
+        self._report()
+        if self.save is not None and last.position - self._shard_start >= SHARD_BYTES:
+            self._finish_shard(self.save)
+
+    def _finish_shard(self, save: Callable[[dict[str, Any]], None]) -> None:
+        assert isinstance(self.sink, ArrowSink)
+        self.sink.finish_shard()
+        self._shard_start = self.books.mark.position
+        save(
+            {
+                "shards": self.sink.shards,
+                "books": self.books.as_json(),
+                "rejects": {name: rejects.state() for name, rejects in self.rejects.items()},
+                "too_long": asdict(self.too_long),
+            }
         )
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.books = Books.from_json(state["books"])
+        self.too_long = TooLongCount(**state["too_long"])
+        for source in self.job.sources:
+            if source.name in state["rejects"]:
+                self.rejects[source.name] = self._rejects_of(source)
+                self.rejects[source.name].resume(state["rejects"][source.name])
 
-def batches(records: Iterator[tuple[int, RawRecord]]) -> Iterator[list[tuple[int, RawRecord]]]:
+    def _read(self) -> int:
+        return sum(rejects.read for rejects in self.rejects.values())
+
+    def _report(self) -> None:
+        """Bytes done of all; and records and tokens a second, and records left out so far."""
+        seconds = max(1e-9, time.monotonic() - self._began)
+        read, tokens = self._read(), self.books.tokens
+        left_out = read - sum(rejects.used for rejects in self.rejects.values())
+        words = f"{(read - self._read_before) / seconds:,.0f} records/s, "
+        words += f"{(tokens - self._tokens_before) / seconds:,.0f} tokens/s, {left_out:,} left out"
+        self.job.progress(self.books.mark.position, self._starts[-1], f"tokenising: {words}")
+
+
+def unparsed(path: Path, kind: str, after: int) -> Iterator[RawRecord]:
+    """The records of a file; lines of JSON as they stand, since parsing is the workers' business."""
+    if kind != "jsonl":
+        return read_file(path, kind, after)
+    lines = read_lines(path, after)
+    return (RawRecord(Place(path, kind, number), None, None, line, consumed) for number, line, consumed in lines)
+
+
+def content_of(record: RawRecord) -> dict[str, Any] | bytes | RecordFault:
+    """What is left to do with a record: nothing, parsing, or refusing it."""
+    content = record.value if record.value is not None else record.fault or record.raw
+    assert content is not None, "a reader yields a value, a fault or bytes"
+    return content
+
+
+def tasks_of(records: Iterator[Taken], rules: SourceRules, read: int) -> Iterator[tuple[list[Taken], BatchTask]]:
+    """Batches of records, each beside the task it makes.
+
+    Args:
+        records: Of one source.
+        rules: Of that source.
+        read: Its records before these.
+    """
+    for batch in batches(records):
+        yield batch, BatchTask(rules, read, [content_of(taken.record) for taken in batch])
+        read += len(batch)
+
+
+def batches(records: Iterator[Taken]) -> Iterator[list[Taken]]:
     """Group records so that neither their number nor their bytes grow large."""
-    batch: list[tuple[int, RawRecord]] = []
+    batch: list[Taken] = []
     size = 0
-    for file, record in records:
-        batch.append((file, record))
-        size += len(record.raw or b"")
+    for taken in records:
+        batch.append(taken)
+        size += len(taken.record.raw or b"")
         if len(batch) == BATCH_RECORDS or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -306,7 +353,6 @@ def batches(records: Iterator[tuple[int, RawRecord]]) -> Iterator[list[tuple[int
         yield batch
 
 
-def only_value(values: dict[str, str]) -> str:
-    """The value that all sources share, or `mixed`."""
-    distinct = set(values.values())
-    return distinct.pop() if len(distinct) == 1 else "mixed"
+def policy_of(config: DataConfig, record_format: str) -> Truncation:
+    """`data.truncation`, by default chosen by the format."""
+    return config.truncation or ("split" if record_format == "text" else "error")

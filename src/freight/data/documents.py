@@ -137,7 +137,7 @@ class InMemoryDocuments:
         self.lengths = np.array([len(document) for document in documents], dtype=np.int32)
         fingerprint = Fingerprint()
         for document in documents:
-            fingerprint.add(document)
+            fingerprint.add(document_digest(document))
         self.fingerprint = fingerprint.text()
         longest = int(self.lengths.max(initial=0))
         self.metadata: dict[str, Any] = {
@@ -179,17 +179,31 @@ def totals(documents: Sequence[Document]) -> dict[str, int]:
     }
 
 
+def document_digest(document: Document) -> bytes:
+    """16 bytes that change with any id, target or the tail of a document."""
+    content = hashlib.blake2b(digest_size=16)
+    content.update(np.array([len(document), document.tail_label], dtype="<i8").tobytes())
+    content.update(document.ids.astype("<i4").tobytes())
+    content.update(np.packbits(document.loss_mask).tobytes())
+    return content.digest()
+
+
 class Fingerprint:
-    """Digest of documents in order, one at a time; equal documents in memory or on disk have the same."""
+    """Digest of documents in order; equal documents in memory or on disk have the same.
+
+    It is a digest of digests, so that documents may be made, and taken in, by different processes.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def add(self, document: Document) -> None:
-        """Take in the next document."""
-        self._digest.update(np.array([len(document), document.tail_label], dtype="<i8").tobytes())
-        self._digest.update(document.ids.astype("<i4").tobytes())
-        self._digest.update(np.packbits(document.loss_mask).tobytes())
+    def add(self, digests: bytes) -> None:
+        """Take in the next documents.
+
+        Args:
+            digests: `document_digest` of each, joined.
+        """
+        self._digest.update(digests)
 
     def text(self) -> str:
         """The digest so far."""

@@ -6,11 +6,12 @@ Works in batches, since the tokenizer is fastest so; each record of a batch succ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from freight.config.data_checks import longest_document
 from freight.config.schema import DataConfig, Truncation
 from freight.data.documents import Document, make_document
 from freight.data.formats import PromptCompletion, Sample, Text
@@ -38,7 +39,12 @@ class EncodeCounts:
     trailing_unsupervised: int = 0
     documents_cut: int = 0
     tokens_cut: int = 0
-    checked: int = 0
+
+    def add(self, other: EncodeCounts) -> None:
+        """Take in what was noticed of the records that follow."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, mine or theirs if isinstance(mine, str) else mine + theirs)
 
 
 @dataclass(frozen=True)
@@ -84,19 +90,27 @@ class SampleEncoder:
         self._delimiters = delimiters_of(config)
         self.counts = counts
 
-    def encode(self, samples: Sequence[Sample]) -> list[list[Document] | RecordFault]:
-        """Documents of each sample, or why it has none."""
+    def encode(
+        self, samples: Sequence[Sample], numbers: Sequence[int] | None = None
+    ) -> list[list[Document] | RecordFault]:
+        """Documents of each sample, or why it has none.
+
+        Args:
+            samples: To encode.
+            numbers: Of each sample's record within its source, from 0, which decide what is checked thoroughly; None =
+                all are.
+        """
         prepared = [self._prepare(sample) for sample in samples]
         texts = [text for item in prepared if isinstance(item, Prepared) for text in item.texts]
         encoded = iter(self._encoder.encode(texts))
         results: list[list[Document] | RecordFault] = []
-        for item in prepared:
+        for number, item in zip(numbers or [0] * len(samples), prepared, strict=True):
             if isinstance(item, RecordFault):
                 results.append(item)
                 continue
             pieces = [next(encoded) for _ in item.texts]
             try:
-                results.append(self._finish(item, pieces))
+                results.append(self._finish(item, pieces, thorough=is_checked(number)))
             except RecordFault as fault:
                 results.append(fault)
         return results
@@ -135,10 +149,10 @@ class SampleEncoder:
         text, spans = find_spans(template, conversation, wanted, self._delimiters)
         return Prepared(conversation, [text], spans)
 
-    def _finish(self, prepared: Prepared, pieces: list[Encoded]) -> list[Document]:
+    def _finish(self, prepared: Prepared, pieces: list[Encoded], *, thorough: bool) -> list[Document]:
         sample = prepared.sample
         if isinstance(sample, Conversation):
-            document, mask = self._finish_chat(prepared, sample, pieces[0])
+            document, mask = self._finish_chat(prepared, sample, pieces[0], thorough=thorough)
             self._count_chat(sample, prepared.texts[0], pieces[0], mask)
         elif isinstance(sample, PromptCompletion):
             document = self._finish_pair(pieces[0], pieces[1])
@@ -147,7 +161,7 @@ class SampleEncoder:
         self._check_ids(document)
         if document.num_targets == 0:
             raise RecordFault(Reason.NO_TARGET, "", "no token is supervised")
-        limit = self._config.sequence_length
+        limit = longest_document(self._config)
         if len(document) <= limit:
             return [document]
         if self._policy == "drop_oldest_turns" and isinstance(sample, Conversation):
@@ -171,11 +185,11 @@ class SampleEncoder:
         return make_document(ids, mask)
 
     def _finish_chat(
-        self, prepared: Prepared, conversation: Conversation, encoded: Encoded
+        self, prepared: Prepared, conversation: Conversation, encoded: Encoded, *, thorough: bool
     ) -> tuple[Document, TokenMask]:
         mask = mask_tokens(prepared.texts[0], encoded, prepared.spans, self._encoder.special_ids)
         if self._config.train_on != "all":
-            self._check_turns(conversation, encoded, mask)
+            self._check_turns(conversation, encoded, mask, thorough=thorough)
         ids, targets = list(encoded.ids), mask.targets
         if self._config.eos == "always" and self._lacks_end(conversation, mask):
             ids, targets = [*ids, *self._eos()], np.append(targets, np.True_)
@@ -226,14 +240,12 @@ class SampleEncoder:
             at = mask.straddling[0]
             counts.straddling_example = text[encoded.starts[at] : encoded.stops[at]]
 
-    def _check_turns(self, conversation: Conversation, encoded: Encoded, mask: TokenMask) -> None:
+    def _check_turns(self, conversation: Conversation, encoded: Encoded, mask: TokenMask, *, thorough: bool) -> None:
         """Each supervised turn has tokens, and (for a sample of records) they decode to its content.
 
         Raises:
             RecordFault: `unstable_template`: the mask would not be what the record says.
         """
-        self.counts.checked += 1
-        thorough = self.counts.checked <= CHECKED_FIRST or self.counts.checked % CHECKED_EVERY == 0
         for turn in mask.turns:
             if turn.span.turn is None:
                 continue
@@ -254,14 +266,20 @@ class SampleEncoder:
 
     def _drop_oldest_turns(self, conversation: Conversation, document: Document) -> Document:
         """Render again without the oldest user..assistant groups until it fits; system and tools stay."""
-        limit = self._config.sequence_length
+        limit = longest_document(self._config)
         while (group := first_group(conversation.messages)) and len(document) > limit:
             conversation = conversation.without(*group)
             prepared = self._render(conversation)
-            document, _ = self._finish_chat(prepared, conversation, self._encoder.encode(prepared.texts)[0])
+            encoded = self._encoder.encode(prepared.texts)[0]
+            document, _ = self._finish_chat(prepared, conversation, encoded, thorough=True)
         if len(document) > limit:
             raise TooLong(len(document), limit)
         return document
+
+
+def is_checked(number: int) -> bool:
+    """Whether the record of this number in its source, from 0, is decoded again: the first ones, then a sample."""
+    return number < CHECKED_FIRST or number % CHECKED_EVERY == 0
 
 
 def for_template(conversation: Conversation, template: ChatTemplate) -> Conversation:

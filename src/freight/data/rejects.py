@@ -6,6 +6,7 @@ Nothing vanishes: for every source, records read = records used + the counts her
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from io import TextIOWrapper
 from pathlib import Path
@@ -37,6 +38,29 @@ class Rejects:
         self._skip = skip
         self._file: TextIOWrapper | None = None
         self._examples: dict[Reason, str] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs to go on from here, as JSON; what was written so far is on disk."""
+        if self._file is not None:
+            self._file.flush()
+        return {
+            "read": self.read,
+            "used": self.used,
+            "dropped_tokens": self.dropped_tokens,
+            "counts": dict(self.counts),
+            "examples": {str(reason): text for reason, text in self._examples.items()},
+            "bytes": self._file.tell() if self._file is not None else 0,
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; lines written after it are cut off the file."""
+        self.read, self.used, self.dropped_tokens = state["read"], state["used"], state["dropped_tokens"]
+        self.counts = Counter(state["counts"])
+        self._examples = {Reason(reason): text for reason, text in state["examples"].items()}
+        if state["bytes"] and self._folder is not None:
+            path = self._folder / rejects_name(self._name)
+            os.truncate(path, state["bytes"])
+            self._file = path.open("a", encoding="utf-8")
 
     def accept(self) -> None:
         """Count a record that is used."""

@@ -1,14 +1,14 @@
 """Where documents go while they are made: to Arrow files that are memory-mapped later, or to a list.
 
-Masks are kept as runs, ids as uint16 where the vocabulary allows: about 2.1 bytes per token. A store is written in a
-temporary folder and renamed when complete, so a folder with the final name is always whole.
+Files are written shard by shard. A shard that is finished stays as it is, so a build that is interrupted goes on behind
+its last one; the folder gets its final name when all are complete.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freight.data.documents import Document, Fingerprint, InMemoryDocuments
+from freight.data.documents import Document, Fingerprint, InMemoryDocuments, document_digest
 from freight.data.records import Place, describe_place
+from freight.data.token_columns import DocumentColumns, document_of, id_type_of
 
 BATCH_TOKENS = 1 << 22
-DATA_FILE = "documents.arrow"
+SHARD_NAME = "documents-{:05d}.arrow"
 META_FILE = "meta.json"
 
 
@@ -36,69 +37,90 @@ class ArrowSink:
     """Writes documents to a folder, a batch of tokens at a time.
 
     Args:
-        folder: Exists; gets `documents.arrow`, and `meta.json` last.
+        folder: Exists; gets the shards, and `meta.json` last.
         vocab_size: Decides the width of ids.
+        shards: Finished ones that are in the folder and stay; others of an earlier attempt are overwritten.
     """
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int, shards: int = 0) -> None:
         self.folder = folder
-        self._id_type = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self.shards = shards
         self._schema = pa.schema(
             [
-                ("ids", pa.large_list(pa.from_numpy_dtype(self._id_type))),
+                ("ids", pa.large_list(pa.from_numpy_dtype(id_type_of(vocab_size)))),
                 ("runs", pa.large_list(pa.int32())),
                 ("tail", pa.int32()),
                 ("file", pa.int32()),
                 ("number", pa.int64()),
             ]
         )
-        self._writer = pa.ipc.new_file(str(folder / DATA_FILE), self._schema)
-        self._documents: list[Document] = []
-        self._places: list[tuple[int, int]] = []
+        self._writer: pa.RecordBatchFileWriter | None = None
+        self._columns: list[DocumentColumns] = []
+        self._places: list[tuple[NDArray[np.int32], NDArray[np.int64]]] = []
         self._tokens = 0
+        self._lengths: list[NDArray[np.int32]] = []
         self._fingerprint = Fingerprint()
+        for batch in (batch for shard in range(shards) for batch in open_shard(folder, shard)):
+            self._lengths.append(np.diff(batch.id_offsets).astype(np.int32))
+            self._fingerprint.add(b"".join(document_digest(batch.document(row)) for row in range(len(batch.tails))))
 
-    def add(self, document: Document, file: int, place: Place) -> None:
-        """Take the next document.
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Of every document."""
+        return np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
+
+    def add(self, columns: DocumentColumns, files: Sequence[int], places: Sequence[Place]) -> None:
+        """Take the next documents.
 
         Args:
-            document: Its ids and targets.
-            file: Index of its file.
-            place: Where its record stands.
+            columns: The documents.
+            files: Index of each one's file.
+            places: Where the record of each stands.
         """
-        self._documents.append(document)
-        self._places.append((file, place.number))
-        self._tokens += len(document)
-        self._fingerprint.add(document)
+        self._columns.append(columns)
+        numbers = np.array([place.number for place in places], dtype=np.int64)
+        self._places.append((np.array(files, dtype=np.int32), numbers))
+        self._tokens += len(columns.ids)
+        self._lengths.append(columns.lengths)
+        self._fingerprint.add(columns.digests)
         if self._tokens >= BATCH_TOKENS:
             self._flush()
 
+    def finish_shard(self) -> None:
+        """Close the file that is being written, if any; what follows goes to the next one."""
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            self.shards += 1
+
     def finish(self, files: list[FileEntry], metadata: dict[str, Any]) -> None:
         """Write what is left and the metadata."""
-        self._flush()
-        self._writer.close()
-        meta = {"files": files, "fingerprint": self._fingerprint.text(), "metadata": metadata}
+        self.finish_shard()
+        meta = {"files": files, "shards": self.shards, "fingerprint": self._fingerprint.text(), "metadata": metadata}
         (self.folder / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
     def abort(self) -> None:
-        """Give the folder up."""
-        self._writer.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Stop writing; what was finished stays."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _flush(self) -> None:
-        if not self._documents:
+        if not self._tokens:
             return
-        documents = self._documents
-        runs = [target_runs(document.loss_mask) for document in documents]
+        if self._writer is None:
+            self._writer = pa.ipc.new_file(str(self.folder / SHARD_NAME.format(self.shards)), self._schema)
+        parts = self._columns
         columns = [
-            lists_of([document.ids for document in documents], self._id_type),
-            lists_of(runs, np.int32),
-            pa.array([document.tail_label for document in documents], pa.int32()),
-            pa.array([file for file, _ in self._places], pa.int32()),
-            pa.array([number for _, number in self._places], pa.int64()),
+            lists_of([part.lengths for part in parts], [part.ids for part in parts]),
+            lists_of([part.run_counts for part in parts], [part.runs for part in parts]),
+            pa.array(np.concatenate([part.tails for part in parts])),
+            pa.array(np.concatenate([files for files, _ in self._places])),
+            pa.array(np.concatenate([numbers for _, numbers in self._places])),
         ]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._documents, self._places, self._tokens = [], [], 0
+        self._columns, self._places, self._tokens = [], [], 0
 
 
 class MemorySink:
@@ -106,20 +128,27 @@ class MemorySink:
 
     def __init__(self) -> None:
         self._documents: list[Document] = []
-        self._places: list[tuple[int, Place]] = []
+        self._files: list[int] = []
+        self._places: list[Place] = []
 
-    def add(self, document: Document, file: int, place: Place) -> None:
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Of every document."""
+        return np.array([len(document) for document in self._documents], dtype=np.int32)
+
+    def add(self, columns: DocumentColumns, files: Sequence[int], places: Sequence[Place]) -> None:
         """See `ArrowSink.add`."""
-        self._documents.append(document)
-        self._places.append((file, place))
+        self._documents += columns.documents()
+        self._files += files
+        self._places += places
 
     def documents(self, files: list[FileEntry], metadata: dict[str, Any]) -> InMemoryDocuments:
         """All of them."""
         return InMemoryDocuments(
             self._documents,
             metadata,
-            origins=[str(place) for _, place in self._places],
-            sources=[files[file].source for file, _ in self._places],
+            origins=[str(place) for place in self._places],
+            sources=[files[file].source for file in self._files],
         )
 
 
@@ -133,6 +162,12 @@ class Batch(NamedTuple):
     tails: NDArray[np.int32]
     files: NDArray[np.int32]
     numbers: NDArray[np.int64]
+
+    def document(self, row: int) -> Document:
+        """One of its documents."""
+        ids = self.ids[self.id_offsets[row] : self.id_offsets[row + 1]]
+        runs = self.runs[self.run_offsets[row] : self.run_offsets[row + 1]]
+        return document_of(ids, runs, int(self.tails[row]))
 
 
 class StoredDocuments:
@@ -151,8 +186,7 @@ class StoredDocuments:
         self._files = [FileEntry(*entry) for entry in meta["files"]]
         self.fingerprint: str = meta["fingerprint"]
         self.metadata: dict[str, Any] = meta["metadata"]
-        reader = pa.ipc.open_file(pa.memory_map(str(folder / DATA_FILE)))
-        self._batches = [arrays_of(reader.get_batch(index)) for index in range(reader.num_record_batches)]
+        self._batches = [batch for shard in range(meta["shards"]) for batch in open_shard(folder, shard)]
         self._firsts = np.cumsum([0, *(len(batch.tails) for batch in self._batches)]).tolist()
         lengths = [np.diff(batch.id_offsets) for batch in self._batches]
         self.lengths = np.concatenate([*lengths, np.zeros(0, dtype=np.int64)]).astype(np.int32)
@@ -167,11 +201,7 @@ class StoredDocuments:
 
     def __getitem__(self, index: int, /) -> Document:
         batch, row = self._find(index)
-        ids = batch.ids[batch.id_offsets[row] : batch.id_offsets[row + 1]].astype(np.int32)
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        for start, stop in batch.runs[batch.run_offsets[row] : batch.run_offsets[row + 1]].reshape(-1, 2):
-            mask[start:stop] = True
-        return Document(ids, mask, int(batch.tails[row]))
+        return batch.document(row)
 
     def origin(self, index: int, /) -> str:
         """See `Documents.origin`."""
@@ -191,17 +221,16 @@ class StoredDocuments:
         return self._batches[batch], index - self._firsts[batch]
 
 
-def target_runs(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Borders of the runs of targets: start, stop, start, stop, ..."""
-    padded = np.concatenate([[False], mask, [False]])
-    return np.flatnonzero(padded[1:] != padded[:-1]).astype(np.int32)
+def open_shard(folder: Path, shard: int) -> list[Batch]:
+    """Batches of a finished shard, memory-mapped."""
+    reader = pa.ipc.open_file(pa.memory_map(str(folder / SHARD_NAME.format(shard))))
+    return [arrays_of(reader.get_batch(index)) for index in range(reader.num_record_batches)]
 
 
-def lists_of(rows: list[Any], dtype: Any) -> pa.LargeListArray:
-    """One Arrow list per row."""
-    offsets = np.cumsum([0, *(len(row) for row in rows)])
-    values = np.concatenate(rows).astype(dtype)
-    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+def lists_of(lengths: Iterable[NDArray[np.int32]], values: Iterable[NDArray[Any]]) -> pa.LargeListArray:
+    """One Arrow list per length."""
+    offsets = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype=np.int64)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(list(values))))
 
 
 def arrays_of(batch: pa.RecordBatch) -> Batch:
@@ -209,13 +238,3 @@ def arrays_of(batch: pa.RecordBatch) -> Batch:
     ids, runs = batch.column("ids"), batch.column("runs")
     plain = [batch.column(name).to_numpy() for name in ("tail", "file", "number")]
     return Batch(ids.offsets.to_numpy(), ids.values.to_numpy(), runs.offsets.to_numpy(), runs.values.to_numpy(), *plain)
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Rename a finished folder to its final name; if another process was first, its folder stays."""
-    try:
-        temporary.rename(final)
-    except OSError:
-        if not (final / META_FILE).exists():
-            raise
-        shutil.rmtree(temporary, ignore_errors=True)

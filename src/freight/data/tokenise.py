@@ -1,28 +1,29 @@
 """From sources to tokenised documents, once: the result is cached under a key of everything that decides it.
 
-Runs in one process, before any process group exists, so no collective ever waits for it. With `cache_dir: null`
-documents stay in memory and nothing but rejects is written.
+Runs before any process group exists, so no collective ever waits for it; of several processes on a machine one builds
+and the others wait for its files. With `cache_dir: null` documents stay in memory and nothing but rejects is written.
 """
 
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from freight.config.schema import DataConfig, Source
+from freight.data.build_folder import building_folder, one_builder, publish, read_state, write_state
 from freight.data.cache_key import cache_key, hash_files
 from freight.data.document_builder import DocumentBuilder, Job, Progress
 from freight.data.documents import Documents
 from freight.data.rejects import rejects_name
 from freight.data.sources import SourceFiles, resolve_sources
 from freight.data.template import load_chat_template
-from freight.data.token_store import ArrowSink, MemorySink, StoredDocuments, publish
-from freight.errors import DataError
+from freight.data.token_store import ArrowSink, MemorySink, StoredDocuments
+from freight.errors import DataError, FreightError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def tokenise(
@@ -33,6 +34,7 @@ def tokenise(
     vocab_size: int,
     output_dir: Path | None = None,
     progress: Progress | None = None,
+    processes: int | None = None,
 ) -> Documents:
     """Tokenise sources, or open them from the cache.
 
@@ -43,6 +45,8 @@ def tokenise(
         vocab_size: Rows of the model's embedding; every id must be below.
         output_dir: Gets `rejects-<source>.jsonl` for sources that have rejects; created if needed.
         progress: Told of bytes done and in all.
+        processes: How many tokenise; the result is the same for any number. None = as many as there are cores, at most
+            8, but only one for small input.
 
     Returns:
         Documents in the order of the sources. `metadata` also has `records_read`, `records_used`, `supervised_share`,
@@ -56,10 +60,11 @@ def tokenise(
     template = load_chat_template(tokenizer, config.chat_template, config.template_kwargs)
     if template and template.has_generation and config.assistant_start:
         raise DataError("data.assistant_start has no effect: the template marks generation itself; leave it out")
-    job = Job(resolved, config, tokenizer, template, vocab_size, progress or (lambda done, total, what: None))
+    report = progress or (lambda done, total, what: None)
+    job = Job(resolved, config, tokenizer, template, vocab_size, report, processes)
     if config.cache_dir is None:
         return build_in_memory(job, output_dir)
-    return build_cached(job, Path(config.cache_dir).expanduser() / "tokenized", output_dir)
+    return build_cached(job, Path(config.cache_dir).expanduser(), output_dir)
 
 
 def build_in_memory(job: Job, output_dir: Path | None) -> Documents:
@@ -68,45 +73,69 @@ def build_in_memory(job: Job, output_dir: Path | None) -> Documents:
     sink = MemorySink()
     builder = DocumentBuilder(job, sink, output_dir)
     builder.run()
-    return sink.documents(builder.files, builder.metadata(hash_files(job.sources)))
+    return sink.documents(builder.books.files, builder.metadata(hash_files(job.sources)))
 
 
-def build_cached(job: Job, folder: Path, output_dir: Path | None) -> Documents:
-    """Open the cache's entry, after making it if there is none."""
-    hashes = hash_files(job.sources)
-    final = folder / cache_key(job.sources, hashes, job.config, job.tokenizer, job.template, job.vocab_size)
+def build_cached(job: Job, cache: Path, output_dir: Path | None) -> Documents:
+    """Open the cache's entry, after making it if there is none.
+
+    Raises:
+        DataError: The cache cannot be written, or the data cannot be used.
+    """
+    hashes = hash_files(job.sources, cache, job.progress)
+    key = cache_key(job.sources, hashes, job.config, job.tokenizer, job.template, job.vocab_size)
+    final, folder = cache / "tokenized" / key, building_folder(cache, key)
     documents = open_stored(final)
     if documents is None:
-        build_entry(job, final, hashes, output_dir)
-        documents = StoredDocuments(final)
+        try:
+            with one_builder(folder, lambda pid: job.progress(0, 0, f"waiting for process {pid} to tokenise")):
+                documents = open_stored(final)  # made while this process waited
+                if documents is None:
+                    documents = build_entry(job, folder, final, hashes, output_dir)
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir {cache}: cannot be written ({error.strerror or error}); set data.cache_dir elsewhere"
+            ) from None
     place_rejects(job.sources, final, output_dir)
     return documents
 
 
-def build_entry(job: Job, final: Path, hashes: dict[Path, str], output_dir: Path | None) -> None:
-    """Tokenise into a temporary folder and rename it.
+def build_entry(
+    job: Job, folder: Path, final: Path, hashes: dict[Path, str], output_dir: Path | None
+) -> StoredDocuments:
+    """Tokenise into a folder of its own, behind the shards that an interrupted build finished there, and rename it.
 
     Raises:
-        DataError: The cache cannot be written, or the data cannot be used; nothing is left in the cache then.
+        DataError: The data cannot be used; nothing is left in the cache then.
     """
-    # Not named by process id, which containers reuse; not mkdtemp, whose mode would close a shared cache to others.
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    sink, state = open_building(folder, job.vocab_size)
+    builder = DocumentBuilder(job, sink, folder, lambda state: write_state(folder, state))
     try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir {final.parent.parent}: {error.strerror}; set data.cache_dir elsewhere"
-        ) from None
-    sink = ArrowSink(temporary, job.vocab_size)
-    try:
-        builder = DocumentBuilder(job, sink, temporary)
-        builder.run()
-        sink.finish(builder.files, builder.metadata(hashes))
-        publish(temporary, final)
-    except BaseException:
-        place_rejects(job.sources, temporary, output_dir)
+        builder.run(state)
+        sink.finish(builder.books.files, builder.metadata(hashes))
+        publish(folder, final)
+    except FreightError:
         sink.abort()
+        place_rejects(job.sources, folder, output_dir)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
+    except BaseException:
+        sink.abort()  # finished shards stay for the next start
+        raise
+    return StoredDocuments(final)
+
+
+def open_building(folder: Path, vocab_size: int) -> tuple[ArrowSink, dict[str, Any] | None]:
+    """The folder to build in, with what an interrupted build left if that is usable, else empty."""
+    state = read_state(folder)
+    if state is not None:
+        try:
+            return ArrowSink(folder, vocab_size, state["shards"]), state
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return ArrowSink(folder, vocab_size), None
 
 
 def open_stored(folder: Path) -> StoredDocuments | None:
