@@ -82,7 +82,7 @@ def test_validation_without_packing_computes_no_padding_rows_and_still_every_doc
     found = [int(document) for n in range(rows.num_rows) for document in rows.row(0, 0, n).documents]
     assert rows.num_rows < len(found)
     assert sorted(found) == list(range(rows.num_documents))
-    with pytest.raises(ConfigError, match=r"data\.validation. is not set"):
+    with pytest.raises(ConfigError, match=r"data\.validation. is missing"):
         rows_of(config_of(texts), "validation")
 
 
@@ -136,8 +136,8 @@ def test_every_contradiction_with_a_packed_file_is_listed(texts, tmp_path):
         "window_documents": 9,
     }
     with pytest.raises(ConfigError) as caught:
-        rows_of(config_of(texts, packing=wrong, sequence_length=4, truncation="drop"))
-    assert len(caught.value.faults) == 7
+        rows_of(config_of(texts, packing=wrong, sequence_length=4))
+    assert len(caught.value.faults) == 6
     assert f"`data.packing.seed` is 4, but {file.path} was packed with 0; leave it out." in caught.value.faults
     assert "packed with 8 in rows of 16; set it to 8" in str(caught.value)
     rows_of(config_of(texts, packing={"file": str(file.path)}, sequence_length=16))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freight.cli.exits import say
-from freight.cli.inputs import ConfigPath, Overrides, read_config, tokenizer_path
+from freight.cli.inputs import ConfigPath, Overrides, read_config
 
 if TYPE_CHECKING:
     from freight.config.architecture import Architecture
@@ -36,7 +36,7 @@ def check(
 
     arch = architecture_for(loaded)
     weights_for(loaded, arch)
-    facts = _facts(loaded, arch) if data else None
+    facts = _facts(loaded, arch, tokenise=data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for line in resolve(loaded, arch, data=facts, hardware=hardware_of(device)).words():
         say(line)
@@ -49,22 +49,37 @@ def show_config(config: Config) -> None:
     print(to_yaml(config), end="")
 
 
-def _facts(config: Config, arch: Architecture) -> DataFacts | None:
-    """Facts of the packed data; None for a stream, which has to be read to be known."""
-    from freight.data.build import open_rows
+def _facts(config: Config, arch: Architecture, *, tokenise: bool) -> DataFacts | None:
+    """Facts of the training data; None where they would have to be read, or cannot be known before they are.
+
+    Validation is opened too when `tokenise` is set, so that its faults are found. A packed file is always opened.
+    """
+    from freight.data.build import Which, open_rows
+    from freight.data.open_packed import packed_path
+    from freight.data.rows import RowSource
     from freight.data.tokenizer import load_tokenizer
     from freight.planner.resolve import data_facts
     from freight.train.console import Progress
 
+    packed = packed_path(config.data, "train")
+    if not tokenise and (packed is None or packed.suffix == ".npy"):
+        return None
+    place = config.data.tokenizer or config.model.hf
+    tokenizer = None if place is None else load_tokenizer(place)
     with Progress() as progress:
-        rows = open_rows(
-            config.data,
-            config.train.seed,
-            "train",
-            load_tokenizer(tokenizer_path(config)),
-            vocab_size=arch.vocab_size,
-            rejects_dir=None,
-            progress=progress,
-        )
-    indexed = rows.indexed()
+
+        def rows_of(which: Which) -> RowSource:
+            return open_rows(
+                config.data,
+                config.train.seed,
+                which,
+                tokenizer,
+                vocab_size=arch.vocab_size,
+                rejects_dir=None,
+                progress=progress,
+            )
+
+        indexed = rows_of("train").indexed()
+        if tokenise and config.data.validation is not None:
+            rows_of("validation")
     return None if indexed is None else data_facts(indexed, config.train.epochs)

@@ -79,6 +79,8 @@ def _show_record(data: DataConfig, tokenizer: str, record: int, ids: bool) -> No
     from freight.data.tokenizer import load_tokenizer
 
     # Only the records up to the one wanted are read, and nothing is written.
+    if data.train is None:
+        raise ConfigError("`data.train` is missing. Show the packed file itself: `freight show FILE`.")
     sources = (data.train,) if isinstance(data.train, str) else data.train
     limited = tuple(
         source.model_copy(update={"max_records": record + 1})

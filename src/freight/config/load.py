@@ -31,8 +31,6 @@ from freight.errors import ConfigError
 
 # Stand-ins for required keys that are missing, so that the other keys can still be checked against each other.
 _STAND_INS: dict[Path, Any] = {
-    ("data", "train"): "-",
-    ("data", "sequence_length"): 2,
     ("train", "optimizer", "lr"): 1.0,
 }
 

@@ -66,13 +66,18 @@ class PackingConfig(Section):
         default=1_000_000, ge=1, description="Documents packed together; null = an epoch."
     )
     file: str | None = Field(default=None, description="A packed file; the keys above then come from it.")
+    npy_mask: Literal["token", "label"] | None = Field(
+        default=None, description="What entry i of an .npy file's loss_mask is about: token i, or the label after it."
+    )
     pad_rows: bool = Field(default=True, description="Every microbatch has exactly micro_batch_tokens tokens.")
 
 
 class DataConfig(Section):
     """From files to microbatches."""
 
-    train: str | tuple[str | Source, ...] = Field(description="File, folder, glob, or a list of sources.")
+    train: str | tuple[str | Source, ...] | None = Field(
+        default=None, description="File, folder, glob, or a list of sources; needed unless packing.file is set."
+    )
     validation: str | tuple[str | Source, ...] | None = Field(
         default=None, description="Held-out data, in the same forms; null = no evaluation."
     )
@@ -90,7 +95,9 @@ class DataConfig(Section):
     train_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant", description="What the loss sees; text trains on all."
     )
-    sequence_length: int = Field(ge=2, description="Longest document, in input tokens.")
+    sequence_length: int | None = Field(
+        default=None, ge=2, description="Longest document, in input tokens; needed unless all data is packed."
+    )
     truncation: Truncation | None = Field(
         default=None, description="What happens to longer documents; null = error, or split for text."
     )
@@ -196,9 +203,7 @@ class AdapterConfig(Section):
         description="all-linear (without head and router), a list of names (exact, or ends after a dot), or a regex "
         "that matches whole names. Freight's names and the Hugging Face family's both count.",
     )
-    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, description="Only these layers, from 0; null = all."
-    )
+    layers: tuple[int, ...] | None = Field(default=None, description="Only these layers, from 0; null = all.")
     use_rslora: bool = Field(default=False, description="scale = alpha / sqrt(rank).")
     use_dora: bool = Field(default=False, description="Also train the length of every row of the weight.")
     modules_to_save: tuple[str, ...] = Field(

@@ -42,7 +42,8 @@ class Numbers:
     def extend(self, items: list[Any]) -> None:
         """Put items at the end; an array stands for its numbers."""
         for is_number, group in groupby(items, lambda item: isinstance(item, (bool, int, float))):
-            self.parts += [np.array(list(group))] if is_number else group
+            values = list(group)
+            self.parts += [np.array(values)] if is_number else values
 
     def array(self) -> np.ndarray:
         """All items in one array.

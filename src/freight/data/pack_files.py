@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from freight.config.checks import pack_size
+from freight.config.data_checks import WITHOUT_TURNS, algorithm, longest_document, pack_size
 from freight.config.schema import DataConfig, PackingConfig
-from freight.data.build import WITHOUT_TURNS, algorithm_of, check_sizes, data_seed
+from freight.data.build import check_sizes, data_seed
 from freight.data.documents import Documents
+from freight.data.npy_file import check_npy_mask
 from freight.data.pack_picture import draw
 from freight.data.pack_report import PackReport, advise, measure
-from freight.data.npy_file import check_npy_mask
 from freight.data.packed_file import read_metadata
 from freight.data.packed_writer import FORMATS, packed_metadata, write_packed
 from freight.data.packing import ALGORITHMS, PackedRows, pack
@@ -73,6 +73,8 @@ def pack_to_files(
         config = config.model_copy(update={"packing": PackingConfig()})
     sizes = [pack_size(config)] if pack_sizes is None else list(pack_sizes)
     check_request(config, sizes, file_format, npy_mask)
+    if config.train is None:
+        raise ConfigError("`data.train` is missing. Name a file, a folder or a glob to pack.")
     mask = check_npy_mask(npy_mask, "--npy-mask") if file_format == "npy" else None
     documents = tokenise(
         config.train,
@@ -90,7 +92,8 @@ def pack_to_files(
         seed = config.packing.seed
     if compare:
         return _compare(documents, config, sizes, seed, progress)
-    packed = [_pack(documents, config, algorithm_of(config, documents.metadata["format"]), s, seed) for s in sizes]
+    chosen = algorithm(config, documents.metadata["format"])
+    packed = [_pack(documents, config, chosen, size, seed) for size in sizes]
     reports = [_report(documents, config, rows, seed, seconds) for rows, seconds in packed]
     if dry_run:
         return reports
@@ -176,7 +179,7 @@ def _report(
     report = measure(
         rows,
         documents.lengths,
-        sequence_length=config.sequence_length,
+        sequence_length=longest_document(config),
         seed=seed,
         seconds=seconds,
         skipped=dict(documents.metadata["skipped"]),
@@ -194,11 +197,11 @@ def _compare(
     allowed = [a for a in ALGORITHMS if a != "split" or documents.metadata["format"] in WITHOUT_TURNS]
     reports = []
     for size in sizes:
-        for algorithm in allowed:
+        for name in allowed:
             if progress:
-                progress(len(reports), len(sizes) * len(allowed), f"{algorithm} in rows of {size:,}")
-            rows, seconds = _pack(documents, config, algorithm, size, seed)
-            reports.append(_report(documents, config, rows, seed, seconds, advice=algorithm == allowed[0]))
+                progress(len(reports), len(sizes) * len(allowed), f"{name} in rows of {size:,}")
+            rows, seconds = _pack(documents, config, name, size, seed)
+            reports.append(_report(documents, config, rows, seed, seconds, advice=name == allowed[0]))
     return reports
 
 

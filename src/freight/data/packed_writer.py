@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,10 @@ def packed_metadata(rows: PackedRows, documents: Documents, seed: int) -> dict[s
                 "vocab_size",
                 "pad_id",
                 "num_target_tokens",
-                "sources",
                 "skipped",
             )
         },
+        "sources": _sources(documents),
         "num_documents": len(documents),
         "num_rows": len(rows),
         "num_tokens": rows.num_tokens,
@@ -71,6 +72,17 @@ def packed_metadata(rows: PackedRows, documents: Documents, seed: int) -> dict[s
         "fingerprint": documents.fingerprint,
         "freight": freight.__version__,
     }
+
+
+def _sources(documents: Documents) -> list[dict[str, Any]]:
+    """The sources, each with its number of documents: they stand one source after another."""
+    sources = documents.metadata.get("sources") or []
+    place = {source.get("name"): number for number, source in enumerate(sources)}
+    ends = [
+        bisect_right(range(len(documents)), number, key=lambda index: place[documents.source_of(index)])
+        for number in range(len(sources))
+    ]
+    return [{**source, "documents": end - begin} for source, begin, end in zip(sources, [0, *ends], ends, strict=False)]
 
 
 def write_packed(

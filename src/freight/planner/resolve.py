@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from freight.config.checks import (
     architecture_faults,
     faults,
     fit_faults,
-    pack_size,
     schedule_faults,
 )
+from freight.config.data_checks import pack_size
 from freight.config.schema import Config
 from freight.data.batch_size import rows_for_documents
-from freight.data.rows import RowSource
+from freight.data.rows import IndexedRows
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import (
@@ -49,6 +50,8 @@ class DataFacts(NamedTuple):
         max_length: Longest document, in tokens.
         pack_size: Tokens of a row, when a packed file decides it.
         algorithm: How the rows were packed.
+        mixture: The shares of sources with weights, in words.
+        epoch_rows: Rows of each epoch of the run, where they were counted; packed anew, they differ by a few.
     """
 
     num_documents: int
@@ -57,6 +60,12 @@ class DataFacts(NamedTuple):
     max_length: int
     pack_size: int | None = None
     algorithm: str | None = None
+    mixture: tuple[str, ...] = ()
+    epoch_rows: tuple[int, ...] = ()
+
+    def rows_in(self, epoch: int) -> int:
+        """Rows of an epoch; of the first, where no more is known."""
+        return self.epoch_rows[epoch] if epoch < len(self.epoch_rows) else self.num_rows
 
     @property
     def packing_factor(self) -> float:
@@ -165,7 +174,11 @@ def resolve(
     attention: tuple[Choice, Choice] | None = None
     if not found:
         try:
-            attention = (_kernels(config, arch, hardware, packed=False), _kernels(config, arch, hardware, packed=True))
+            longest = data.max_length if data else None
+            attention = (
+                _kernels(config, arch, hardware, longest, packed=False),
+                _kernels(config, arch, hardware, longest, packed=True),
+            )
         except ConfigError as error:
             found += error.faults
     rows = None if found else _rows_per_step(config, data)
@@ -173,7 +186,7 @@ def resolve(
     steps = _total_steps(config, data, rows)
     if data is not None and steps is not None and not found:
         found += schedule_faults(config.train.schedule, steps) if config.train.steps is None else ()
-        found += _data_faults(config, data, rows)
+        found += _data_faults(config, arch, data, rows)
     if found or attention is None:
         raise ConfigError(*dict.fromkeys(found))
     decaying, not_decaying = _groups(arch)
@@ -194,9 +207,9 @@ def resolve(
     )
 
 
-def _kernels(config: Config, arch: Architecture, hardware: Hardware, *, packed: bool) -> Choice:
+def _kernels(config: Config, arch: Architecture, hardware: Hardware, longest: int | None, *, packed: bool) -> Choice:
     """The kernels of one document of the full length, or of several documents in a row."""
-    length = config.data.sequence_length
+    length = config.data.sequence_length or longest or pack_size(config.data)
     request = Request(
         dtype=DTYPES[config.train.precision],
         head_dim=arch.dims_per_head,
@@ -234,12 +247,18 @@ def _total_steps(config: Config, data: DataFacts | None, rows: int | None) -> in
         return None
     steps = 0
     for epoch in range(math.ceil(train.epochs)):
-        whole, tail = divmod(math.ceil(data.num_rows * min(1.0, train.epochs - epoch)), rows)
+        whole, tail = divmod(math.ceil(data.rows_in(epoch) * min(1.0, train.epochs - epoch)), rows)
         steps += whole + (tail > 0 and not config.data.drop_last)
     return steps
 
 
-def _data_faults(config: Config, data: DataFacts, rows: int | None) -> Iterator[str]:
+def _data_faults(config: Config, arch: Architecture, data: DataFacts, rows: int | None) -> Iterator[str]:
+    if data.max_length > arch.max_position_embeddings:
+        yield (
+            f"the longest document has {data.max_length:,} tokens, the model {arch.max_position_embeddings:,} "
+            "positions. Pack with a shorter `data.sequence_length`, or stretch the positions with "
+            "`model.max_position_embeddings` and `model.rope.scaling`."
+        )
     if config.data.drop_last and rows is not None and data.num_rows < rows:
         yield (
             f"0 steps per epoch: {data.num_rows:,} rows, global batch {rows:,} and `data.drop_last`. Lower the global "
@@ -266,8 +285,21 @@ def _groups(arch: Architecture) -> tuple[Group, Group]:
     return Group(len(decaying), sum(decaying)), Group(len(others), sum(others))
 
 
-def data_facts(rows: RowSource) -> DataFacts:
-    """Facts of a `RowSource`."""
+def data_facts(rows: IndexedRows, epochs: float | None = None) -> DataFacts:
+    """Facts of rows whose number is known.
+
+    Args:
+        rows: The rows.
+        epochs: Passes over them; every one is packed to count its rows. None = only the first.
+    """
+    counted = range(math.ceil(epochs or 1))
     return DataFacts(
-        rows.num_documents, rows.num_rows, rows.num_tokens, rows.max_length, rows.pack_size, rows.packing["algorithm"]
+        rows.num_documents,
+        rows.num_rows,
+        rows.num_tokens,
+        rows.max_length,
+        rows.pack_size,
+        rows.packing["algorithm"],
+        tuple(map(str, rows.mixture)),
+        tuple(sum(takewhile(bool, (rows.rows_in(epoch, window) for window in count()))) for epoch in counted),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from freight.config.checks import algorithm
+from freight.config.data_checks import algorithm
 from freight.data.batch_size import batch_size_sentence
 from freight.ops.attention_backends import Choice
 
@@ -60,6 +60,13 @@ def _data_words(plan: Plan) -> Iterator[str]:
             f"data: {data.num_documents:,} documents, {data.num_tokens:,} tokens in {data.num_rows:,} rows "
             f"(n {data.packing_factor:.2f} documents per row, {data.num_tokens / (data.num_rows * plan.pack_size):.1%} "
             f"real tokens); longest document {data.max_length:,} tokens"
+        )
+        if data.mixture:
+            yield f"mixture: {'; '.join(data.mixture)} in an epoch of {data.num_documents:,} documents"
+    if config.data.streaming:
+        yield (
+            f"streaming: {config.data.shuffle_buffer:,} documents are shuffled and packed together; their order "
+            "depends on the number of data ranks, and a run resumes on as many only"
         )
 
 
