@@ -1,28 +1,27 @@
-"""Chat templates: found, checked, and rendered to text in transformers' sandbox.
+"""Chat templates: found, checked, and rendered to text in a sandbox.
 
-A template is a program from a stranger; it is run by `render_jinja_template`, in an immutable sandboxed environment
-that sees plain JSON only. What a template would leave out silently (tools, tool calls, unknown arguments) is refused.
+What a template would leave out silently (tools, tool calls, reasoning, unknown arguments) is refused. What it marks as
+the assistant's with `{% generation %}` is found by rendering once more with marks at both ends of such blocks.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2 import Template, TemplateSyntaxError
+from jinja2.nodes import TemplateData
+from transformers import PreTrainedTokenizerBase
 
 from freight.data.records import Reason, RecordFault
+from freight.data.sandbox import CAPTURES, START, STOP, Sandbox, TemplateLimit, characters, written
 from freight.data.tokenizer import digest
 from freight.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SHIPPED = ("chatml", "plain")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -36,22 +35,25 @@ class ChatTemplate:
         kwargs: `data.template_kwargs`.
 
     Raises:
-        DataError: A syntax error, or an argument that the template never mentions.
+        DataError: It cannot be compiled, an argument that it never mentions, or it does too much for a short chat.
     """
 
     def __init__(self, text: str, special_tokens: dict[str, str], kwargs: dict[str, Any]) -> None:
         self.text = text
+        self._arguments = (special_tokens, kwargs)
         self._variables = {**special_tokens, **kwargs}
-        self.has_generation = GENERATION.search(text) is not None
         self.hash = digest([text, self._variables])
         for name in kwargs:
             if name in RESERVED or not self.mentions(name):
                 raise DataError(f"data.template_kwargs: the chat template has no argument {name!r}; leave it out")
-        try:
+        self._plain = compiled(text, marked=False)
+        self.has_generation, self._captures_marks = marks_of(text)
+        self._marked = compiled(text, marked=True) if self.has_generation else self._plain
+        with suppress(RecordFault):  # it may want other messages; one that never works is told by its first record
             self.render([{"role": "user", "content": "x"}])
-        except RecordFault as fault:
-            if isinstance(fault.__cause__, TemplateSyntaxError):
-                raise DataError(f"the chat template has a syntax error: {fault.message}") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.text, *self._arguments)
 
     def mentions(self, name: str) -> bool:
         """Whether a word occurs in the template at all."""
@@ -68,8 +70,9 @@ class ChatTemplate:
 
         Raises:
             RecordFault: `template_error`, with the template's own words.
+            DataError: The template does far more than writing down the conversation.
         """
-        return self._render(messages, tools, add_generation_prompt, spans=False)[0]
+        return self._render(self._plain, messages, tools, add_generation_prompt)
 
     def render_spans(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None
@@ -77,25 +80,68 @@ class ChatTemplate:
         """Render a conversation, with the character ranges inside `{% generation %}`.
 
         Raises:
-            RecordFault: `template_error`.
+            RecordFault: `template_error`, or `unstable_template` where the blocks' ends cannot be told.
+            DataError: The template does far more than writing down the conversation.
         """
-        return self._render(messages, tools, False, spans=True)
-
-    def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, *, spans: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            rendered, ranges = render_jinja_template(  # pyright: ignore[reportGeneralTypeIssues]
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=self.text,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=spans,
-                **self._variables,
+        text, spans = spans_between(self._render(self._marked, messages, tools, False))
+        if self._captures_marks and text != self._render(self._plain, messages, tools, False):
+            raise RecordFault(
+                Reason.UNSTABLE_TEMPLATE, "", "the template changes a text with {% generation %} in it once it is made"
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise RecordFault(Reason.TEMPLATE_ERROR, "", f"the chat template says: {error}") from error
-        return rendered[0], [(int(start), int(stop)) for start, stop in ranges[0]] if spans else []
+        return text, spans
+
+    def _render(self, template: Template, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool) -> str:
+        environment = template.environment
+        assert isinstance(environment, Sandbox)
+        environment.begin(characters(messages) + characters(tools))
+        variables = {**self._variables, "messages": list(messages), "tools": tools, "documents": None}
+        try:
+            text = written(template, {**variables, "add_generation_prompt": prompt})
+            text.encode("utf-8")
+        except TemplateLimit as error:
+            raise DataError(f"the chat template does too much for one conversation: {error}") from None
+        except Exception as error:  # a stranger's program: whatever it raises, it is the template's
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise RecordFault(Reason.TEMPLATE_ERROR, "", f"the chat template says: {words}") from error
+        return text
+
+
+def compiled(text: str, *, marked: bool) -> Template:
+    """The template, ready to run.
+
+    Raises:
+        DataError: It has a syntax error.
+    """
+    try:
+        return Sandbox(marked=marked).from_string(text)
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
+    except Exception as error:  # Jinja hands on what Python says of the code it made
+        raise DataError(f"the chat template cannot be compiled: {' '.join(str(error).split())}") from None
+
+
+def marks_of(text: str) -> tuple[bool, bool]:
+    """Whether a template marks what the assistant says, and whether it keeps some of that for later."""
+    tree = Sandbox(marked=True).parse(text)
+    marks = [data for data in tree.find_all(TemplateData) if data.data == START]
+    kept = {id(data) for capture in tree.find_all(CAPTURES) for data in capture.find_all(TemplateData)}
+    return bool(marks), any(id(data) in kept for data in marks)
+
+
+def spans_between(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Text without the marks, and the ranges that stood between them.
+
+    Raises:
+        RecordFault: `unstable_template`: a block inside another, or one that is left half-way.
+    """
+    pieces = re.split(f"({START}|{STOP})", text)
+    marks, said = pieces[1::2], pieces[0::2]
+    if marks != [START, STOP] * (len(marks) // 2):
+        raise RecordFault(Reason.UNSTABLE_TEMPLATE, "", "the template's {% generation %} blocks stand in each other")
+    edges = [0]
+    for piece in said:
+        edges.append(edges[-1] + len(piece))
+    return "".join(said), [(edges[index + 1], edges[index + 2]) for index in range(0, len(marks), 2)]
 
 
 def load_chat_template(
