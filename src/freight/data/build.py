@@ -15,6 +15,7 @@ from freight.data.file_rows import FileRows
 from freight.data.open_packed import check_tokenising, for_validation, open_packed, packed_path
 from freight.data.packing import check_pack_size
 from freight.data.rows import DocumentRows, IndexedRows, RowSource
+from freight.data.streaming import stream_rows
 from freight.data.tokenise import tokenise
 from freight.errors import ConfigError
 
@@ -45,6 +46,8 @@ def open_rows(
     vocab_size: int,
     rejects_dir: Path | None,
     progress: Progress | None = None,
+    data_ranks: int = 1,
+    rank: int = 0,
 ) -> RowSource: ...
 
 
@@ -57,6 +60,8 @@ def open_rows(
     vocab_size: int,
     rejects_dir: Path | None,
     progress: Progress | None = None,
+    data_ranks: int = 1,
+    rank: int = 0,
 ) -> RowSource:
     """The rows of `data.train` or `data.validation`. Validation is never shuffled, streamed or mixed by weight.
 
@@ -68,6 +73,8 @@ def open_rows(
         vocab_size: The model's; no id may reach it.
         rejects_dir: Where records that cannot be used are listed; those of validation in `validation/` below it.
         progress: Called with done, total and a word.
+        data_ranks: Ranks that share the shards of a stream; all other data every rank has whole.
+        rank: This one.
 
     Raises:
         ConfigError: Keys that are missing, or contradict each other or the packed file.
@@ -89,6 +96,11 @@ def open_rows(
         raise ConfigError("`data.tokenizer` is missing; name a tokenizer folder, a tokenizer.json or a .gguf file.")
     if which == "validation" and rejects_dir is not None:
         rejects_dir = rejects_dir / which  # its sources may have the same names as those of training
+    if which == "train" and config.streaming:
+        return stream_rows(
+            config, seed, tokenizer, vocab_size=vocab_size, rejects_dir=rejects_dir, data_ranks=data_ranks, rank=rank
+        )
+    config = config.model_copy(update={"streaming": False})
     documents = tokenise(sources, config, tokenizer, vocab_size=vocab_size, output_dir=rejects_dir, progress=progress)
     weights = weights_of(sources, documents) if which == "train" else None
     return pack_in_memory(documents, config, seed, shuffle=config.shuffle and which == "train", weights=weights)

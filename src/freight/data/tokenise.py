@@ -18,7 +18,7 @@ from freight.data.document_builder import DocumentBuilder, Job, Progress
 from freight.data.documents import Documents
 from freight.data.rejects import rejects_name
 from freight.data.sources import SourceFiles, resolve_sources
-from freight.data.template import load_chat_template
+from freight.data.template import ChatTemplate, load_chat_template
 from freight.data.token_store import ArrowSink, MemorySink, StoredDocuments
 from freight.errors import DataError, FreightError
 
@@ -57,14 +57,24 @@ def tokenise(
         DataError: Anything that makes a record, and so the run, unusable.
     """
     resolved = resolve_sources(sources, config)
-    template = load_chat_template(tokenizer, config.chat_template, config.template_kwargs)
-    if template and template.has_generation and config.assistant_start:
-        raise DataError("data.assistant_start has no effect: the template marks generation itself; leave it out")
+    template = template_of(tokenizer, config)
     report = progress or (lambda done, total, what: None)
     job = Job(resolved, config, tokenizer, template, vocab_size, report, processes)
     if config.cache_dir is None:
         return build_in_memory(job, output_dir)
     return build_cached(job, Path(config.cache_dir).expanduser(), output_dir)
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> ChatTemplate | None:
+    """The chat template of a run, if there is one.
+
+    Raises:
+        DataError: Delimiters beside a template that needs none.
+    """
+    template = load_chat_template(tokenizer, config.chat_template, config.template_kwargs)
+    if template and template.has_generation and config.assistant_start:
+        raise DataError("data.assistant_start has no effect: the template marks generation itself; leave it out")
+    return template
 
 
 def build_in_memory(job: Job, output_dir: Path | None) -> Documents:
