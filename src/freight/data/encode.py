@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freight.config.data_checks import longest_document
 from freight.config.schema import DataConfig, Truncation
@@ -174,12 +175,12 @@ class SampleEncoder:
         return left
 
     def _finish_text(self, encoded: Encoded) -> Document:
-        ids = [*self._front(encoded.ids[:1], [self._encoder.bos_id]), *encoded.ids, *self._eos()]
+        ids = joined(self._front(encoded.ids[:1], [self._encoder.bos_id]), encoded.ids, self._eos())
         return make_document(ids, np.ones(len(ids), dtype=np.bool_))
 
     def _finish_pair(self, prompt: Encoded, completion: Encoded) -> Document:
         front = self._front(prompt.ids[:1], self._encoder.front_ids)
-        ids = [*front, *prompt.ids, *completion.ids, *self._eos()]
+        ids = joined(front, prompt.ids, completion.ids, self._eos())
         mask = np.zeros(len(ids), dtype=np.bool_)
         mask[0 if self._config.train_on == "all" else len(front) + len(prompt.ids) :] = True
         return make_document(ids, mask)
@@ -190,13 +191,14 @@ class SampleEncoder:
         mask = mask_tokens(prepared.texts[0], encoded, prepared.spans, self._encoder.special_ids)
         if self._config.train_on != "all":
             self._check_turns(conversation, encoded, mask, thorough=thorough)
-        ids, targets = list(encoded.ids), mask.targets
-        if self._config.eos == "always" and self._lacks_end(conversation, mask):
-            ids, targets = [*ids, *self._eos()], np.append(targets, np.True_)
+        ends = self._eos() if self._config.eos == "always" and self._lacks_end(conversation, mask) else []
         added = [token for token in self._encoder.front_ids if token == self._encoder.bos_id]
         front = self._front(encoded.ids[:1], added)
-        document = make_document([*front, *ids], np.concatenate([np.zeros(len(front), dtype=np.bool_), targets]))
-        return document, mask
+        ids = joined(front, encoded.ids, ends)
+        targets = np.ones(len(ids), dtype=np.bool_)
+        targets[: len(front)] = False
+        targets[len(front) : len(front) + len(encoded.ids)] = mask.targets
+        return make_document(ids, targets), mask
 
     def _lacks_end(self, conversation: Conversation, mask: TokenMask) -> bool:
         """Whether the conversation ends in a supervised assistant turn without an end token."""
@@ -299,6 +301,11 @@ def for_template(conversation: Conversation, template: ChatTemplate) -> Conversa
         for message in conversation.messages
     )
     return Conversation(renamed, conversation.weights, conversation.tools)
+
+
+def joined(*parts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ids, end to end."""
+    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
 def delimiters_of(config: DataConfig) -> Delimiters | None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from freight.data.byte_offsets import ByteTokens, byte_tokens
 from freight.errors import DataError
 
 if TYPE_CHECKING:  # processes that only encode start in 2 s without it, and in 5 with it
@@ -54,6 +54,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def read_tokenizer(place: Path) -> PreTrainedTokenizerBase:
     """Choose transformers' loader by what the path is."""
+    import transformers  # noqa: PLC0415 - a second, not for processes that only encode
+
     if place.suffix == ".gguf":
         # AutoTokenizer would read the header slowly first, to build a config nobody asked for: 10 s against 1 s.
         return transformers.PreTrainedTokenizerFast.from_pretrained(
@@ -146,6 +148,7 @@ class Encoder:
         inner.no_padding()
         inner.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
         self._inner = inner
+        self._bytes = byte_tokens_of(inner)
         self.bos_id = single_id(tokenizer.bos_token_id)
         self.eos_id = single_id(tokenizer.eos_token_id)
         self.size = len(tokenizer)
@@ -155,6 +158,21 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenise texts as they stand: special tokens in them are parsed, none is added."""
+        if self._bytes is None:
+            return self._encode_slowly(texts)
+        encoded: list[Encoded] = []
+        for text, encoding in zip(
+            texts, self._inner.encode_batch_fast(list(texts), add_special_tokens=False), strict=True
+        ):
+            ids = encoding.ids
+            offsets = self._bytes.offsets(text, ids)
+            encoded.append(
+                Encoded(np.array(ids, dtype=np.int64), *offsets) if offsets else self._encode_slowly([text])[0]
+            )
+        return encoded
+
+    def _encode_slowly(self, texts: Sequence[str]) -> list[Encoded]:
+        """With the tokenizer's own offsets, whatever kind it is."""
         encoded = []
         for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False):
             offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -173,6 +191,15 @@ class Encoder:
                 at = common_prefix(text, decoded)
                 return f"the tokenizer changes text: {text[at : at + 20]!r} becomes {decoded[at : at + 20]!r}"
         return None
+
+
+def byte_tokens_of(tokenizer: Tokenizer) -> ByteTokens | None:
+    """Bytes of each token of a byte-level tokenizer that changes no text; None for other kinds."""
+    content = json.loads(tokenizer.to_str())
+    if content.get("normalizer") is not None or '"ByteLevel"' not in json.dumps(content.get("pre_tokenizer")):
+        return None
+    added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
+    return byte_tokens(tokenizer.get_vocab(with_added_tokens=False), added)
 
 
 def front_ids(whole: Tokenizer, plain: Tokenizer) -> list[int]:
