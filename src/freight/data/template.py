@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template, TemplateSyntaxError
 from jinja2.nodes import TemplateData
-from transformers import PreTrainedTokenizerBase
 
 from freight.data.records import Reason, RecordFault
 from freight.data.sandbox import CAPTURES, START, STOP, Sandbox, TemplateLimit, characters, written
 from freight.data.tokenizer import digest
 from freight.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHIPPED = ("chatml", "plain")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -42,6 +44,7 @@ class ChatTemplate:
         self.text = text
         self._arguments = (special_tokens, kwargs)
         self._variables = {**special_tokens, **kwargs}
+        self._words = frozenset(re.findall(r"\w+", text))
         self.hash = digest([text, self._variables])
         for name in kwargs:
             if name in RESERVED or not self.mentions(name):
@@ -57,7 +60,7 @@ class ChatTemplate:
 
     def mentions(self, name: str) -> bool:
         """Whether a word occurs in the template at all."""
-        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+        return name in self._words
 
     def render(
         self,
