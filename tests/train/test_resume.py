@@ -23,6 +23,7 @@ from freight.train.resume import (
     restore,
     state_of,
 )
+from tests.train.tiny_run import config
 
 ARCHITECTURE = {"num_layers": 1, "hidden_size": 4}
 
@@ -91,7 +92,7 @@ def test_state_goes_out_and_comes_back(tmp_path: Path) -> None:
     saving.optimizer.step()
     saving.save(7)
     model, optimizer = small()
-    counters, loader = restore(tmp_path / "latest", model, optimizer, ARCHITECTURE)
+    counters, loader = restore(tmp_path / "latest", model, optimizer, ARCHITECTURE, config(tmp_path))
     assert (counters, loader) == (Counters(7, 7, 0, 0), {"row": 7})
     before, after = state_of(saving.model, saving.optimizer), state_of(model, optimizer)
     assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
@@ -104,7 +105,7 @@ def test_state_goes_out_and_comes_back(tmp_path: Path) -> None:
 def test_another_model_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
     Saving(tmp_path).save(1)
     with pytest.raises(CheckpointError, match=r"`model\.hidden_size` was 4, is 8"):
-        restore(tmp_path / "latest", *small(), ARCHITECTURE | {"hidden_size": 8})
+        restore(tmp_path / "latest", *small(), ARCHITECTURE | {"hidden_size": 8}, config(tmp_path))
 
 
 def test_auto_takes_the_newest_that_verifies_and_says_so(tmp_path: Path) -> None:

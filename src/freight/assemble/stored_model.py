@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from freight.assemble.build import Weights, build_for_inference
+from freight.assemble.trained_adapter import TrainedAdapter
 from freight.checkpoint import saved_state
 from freight.checkpoint.hf_export import check_output, export_model
 from freight.checkpoint.hf_import import open_weights, read_architecture
@@ -38,6 +39,7 @@ class StoredModel:
         weights: Tensors by canonical name.
         tokenizer: Path of its tokenizer; None if it has none of its own.
         config: Of the run that made it; None for a folder or GGUF.
+        adapter: What an adapter run trained, already merged into `weights`; None for other models.
     """
 
     path: Path
@@ -45,6 +47,7 @@ class StoredModel:
     weights: Weights
     tokenizer: str | None
     config: Config | None = None
+    adapter: TrainedAdapter | None = None
 
 
 def open_stored_model(path: str | Path, warn: Callable[[str], None] | None = None) -> StoredModel:
@@ -97,16 +100,20 @@ def convert_model(
     source: str | Path,
     output: str | Path,
     *,
-    dtype: str = "bf16",
+    dtype: str | None = None,
+    merge: bool = False,
     force: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> StoredModel:
     """Write a model as a Hugging Face folder: weights, config, tokenizer, chat template.
 
+    Of an adapter run the adapter alone is written, for peft to load onto its base, unless `merge`.
+
     Args:
         source: As for `open_stored_model`.
         output: Folder to write, complete or not there at all.
-        dtype: Of the weights written.
+        dtype: Of the weights written; None = bf16, or fp32 for an adapter.
+        merge: Write the whole model of an adapter run.
         force: Replace an existing folder.
         progress: Draws `(done, total, what)`.
 
@@ -116,11 +123,25 @@ def convert_model(
     Raises:
         CheckpointError: The source holds no model, or the output exists.
     """
-    check_output(Path(output).expanduser(), force)
+    output = Path(output).expanduser()
+    check_output(output, force)
     model = open_stored_model(source)
+    if merge and model.adapter is None:
+        raise CheckpointError(f"`{source}` has no adapter, so --merge has nothing to merge. Leave it out.")
+    if model.adapter is not None and not merge:
+        model.adapter.write(output, dtype or "fp32", load_tokenizer(model.tokenizer) if model.tokenizer else None)
+        return model
+    if model.adapter is not None and output.resolve() == Path(model.adapter.base_path or "-").resolve():
+        raise CheckpointError(f"`{output}` is the adapter's base, which its checkpoints need. Use another path.")
     tokenizer = load_tokenizer(model.tokenizer) if model.tokenizer else None
     export_model(
-        model.weights.load, model.arch, output, dtype=dtype, tokenizer=tokenizer, force=force, progress=progress
+        model.weights.load,
+        model.arch,
+        output,
+        dtype=dtype or "bf16",
+        tokenizer=tokenizer,
+        force=force,
+        progress=progress,
     )
     return model
 
@@ -129,7 +150,11 @@ def _of_checkpoint(path: Path, checkpoint: Path, config: Config | None) -> Store
     meta = saved_state.load(checkpoint, {})
     config = config or Config.model_validate(meta["config"])
     arch = Architecture.model_validate(meta["architecture"])
-    return StoredModel(path, arch, SavedWeights(checkpoint, arch), config.data.tokenizer or config.model.hf, config)
+    tokenizer = config.data.tokenizer or config.model.hf
+    if config.adapter is None:
+        return StoredModel(path, arch, SavedWeights(checkpoint, arch), tokenizer, config)
+    adapter = TrainedAdapter(checkpoint, config, arch, meta.get("frozen", {}))
+    return StoredModel(path, arch, adapter, tokenizer, config, adapter)
 
 
 class SavedWeights:

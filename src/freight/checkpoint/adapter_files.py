@@ -21,7 +21,7 @@ from torch import Tensor
 
 from freight.checkpoint.families import FAMILIES, Family, Stored
 from freight.checkpoint.hf_config import config_for
-from freight.checkpoint.hf_export import DTYPES, write_json, write_tokenizer
+from freight.checkpoint.hf_export import ADAPTER_FILE, DTYPES, write_json, write_tokenizer
 from freight.checkpoint.layouts import half_from_interleaved
 from freight.checkpoint.weights import ROTATED, parameter_shapes, rotary_dim
 from freight.checkpoint.whole_folder import whole_folder
@@ -32,7 +32,6 @@ from freight.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -51,10 +50,11 @@ class LowRank:
     magnitude: Tensor | None = None
 
     def merged(self, weight: Tensor, scale: float) -> Tensor:
-        """`weight + scale * b @ a` in float32, with DoRA every row scaled to its length."""
-        out = torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=scale)
+        """`weight + scale * b @ a` in float32 at least, with DoRA every row scaled to its length."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        out = torch.addmm(weight.to(dtype), self.b.to(dtype), self.a.to(dtype), alpha=scale)
         if self.magnitude is not None:
-            out *= (self.magnitude.float() / torch.linalg.vector_norm(out, dim=1))[:, None]
+            out *= (self.magnitude.to(dtype) / torch.linalg.vector_norm(out, dim=1))[:, None]
         return out
 
 
@@ -143,7 +143,7 @@ def write_adapter(
     config = {"base_model_name_or_path": base, **writer.config()}
     try:
         with whole_folder(output) as folder:
-            write_json(folder / CONFIG, config)
+            write_json(folder / ADAPTER_FILE, config)
             save_file({name: tensor.contiguous() for name, tensor in files.items()}, folder / WEIGHTS, {"format": "pt"})
             if tokenizer is not None:
                 write_tokenizer(folder, tokenizer)
@@ -213,12 +213,12 @@ class _Writer:
         lengths: list[Tensor] = []
         for part in parts:
             weight = f"{part}.weight"
-            b = torch.zeros(self._shapes[weight][0], len(held) * rank)
+            b = torch.zeros(self._shapes[weight][0], len(held) * rank)  # [rows of the part, rank of all]
             if part in held:
                 b[:, columns[part] : columns[part] + rank] = held[part].b
             rows.append(self._in_half_layout(weight, b))
             if self._adapter.use_dora:
-                length = held[part].magnitude if part in held else self._load(weight).float().norm(dim=1)
+                length = held[part].magnitude if part in held else _row_lengths(self._load(weight))
                 assert length is not None
                 lengths.append(self._in_half_layout(weight, length))
         self._parts[name] = len(held)
@@ -249,6 +249,10 @@ class _Writer:
         if self._arch.rope.interleaved and ROTATED.search(name):
             return half_from_interleaved(rows, self._arch.dims_per_head, rotary_dim(self._arch))
         return rows
+
+
+def _row_lengths(weight: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
 def _plain(number: float) -> float:

@@ -28,6 +28,7 @@ from freight.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ADAPTER_FILE = "adapter_config.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -91,11 +92,11 @@ def check_output(output: Path, force: bool) -> None:
     """Whether an export may be written there; asked before anything expensive is done.
 
     Raises:
-        CheckpointError: The path is taken: by a model and not `force`, or by anything else.
+        CheckpointError: The path is taken: by a model or adapter and not `force`, or by anything else.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if not (output / "config.json").exists():
+    if not any((output / name).exists() for name in ("config.json", ADAPTER_FILE)):
         raise CheckpointError(
             f"`{output}` exists and is not an exported model, so it is not replaced. Use another path."
         )

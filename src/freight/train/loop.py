@@ -203,7 +203,7 @@ class Loop:
         """
         model, optimizer = self._trainable.model, self._trainable.optimizer
         architecture = self._prepared.arch.model_dump(mode="json")
-        self._counters, state = restore(checkpoint, model, optimizer, architecture)
+        self._counters, state = restore(checkpoint, model, optimizer, architecture, self._config)
         for notice in self._loader.load_state_dict(state, allow_changed=self._config.data.allow_changed):
             self._warn(notice)
         self._resumed_step = self._saver.saved_step = self._counters.step

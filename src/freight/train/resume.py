@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from freight.checkpoint import saved_state
+from freight.checkpoint.frozen_weights import check_frozen, frozen_digests
+from freight.config.schema import AdapterConfig, Config
 from freight.errors import CheckpointError, ConfigError, FreightError
 from freight.train.metrics import METRICS_FILE
 from freight.train.optimizer import optimizer_state
@@ -123,29 +125,40 @@ def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     return {"model": parameters, "optimizer": optimizer_state(model, optimizer)}
 
 
-def restore(path: Path, model: nn.Module, optimizer: AdamW, architecture: dict[str, Any]) -> tuple[Counters, Any]:
+def restore(
+    path: Path, model: nn.Module, optimizer: AdamW, architecture: dict[str, Any], config: Config
+) -> tuple[Counters, Any]:
     """Fill model and optimizer from saved state.
 
     Returns:
         The counters, and the loader's state.
 
     Raises:
-        CheckpointError: Damaged, or of another architecture.
+        CheckpointError: Damaged, of another architecture or adapter, or trained on another base.
     """
     meta = saved_state.load(path, {})
-    changed = {
-        key: (meta["architecture"].get(key), value)
-        for key, value in architecture.items()
-        if meta["architecture"].get(key) != value
-    }
-    if changed:
-        key, (before, now) = next(iter(changed.items()))
+    _refuse_change(path, "model", meta["architecture"], architecture)
+    saved = meta.get("config", {}).get("adapter")
+    if (saved is None) != (config.adapter is None):
         raise CheckpointError(
-            f"`{path}` is of another model: `model.{key}` was {before}, is {now}. "
+            f"`{path}` was trained {'without' if saved is None else 'with'} `adapter`. "
             "Resume with the run's own config.yaml, or start a new run."
         )
+    if config.adapter is not None:
+        before = AdapterConfig.model_validate(saved).model_dump(mode="json", exclude={"dropout"})
+        _refuse_change(path, "adapter", before, config.adapter.model_dump(mode="json", exclude={"dropout"}))
+    check_frozen(frozen_digests(model), meta.get("frozen", {}), config.model.hf or "train.seed")
     saved_state.load(path, state_of(model, optimizer), verified=True)
     return Counters(**meta["counters"]), meta["loader"]
+
+
+def _refuse_change(path: Path, section: str, saved: dict[str, Any], present: dict[str, Any]) -> None:
+    for key, now in present.items():
+        if saved.get(key) != now:
+            raise CheckpointError(
+                f"`{path}` is of another model: `{section}.{key}` was {saved.get(key)}, is {now}. "
+                "Resume with the run's own config.yaml, or start a new run."
+            )
 
 
 class Saver:
@@ -181,7 +194,7 @@ class Saver:
             RunFailed: The second failure in a row; the newest complete checkpoint stays.
         """
         self.finish()
-        meta = {**meta, "counters": asdict(counters), "loader": loader}
+        meta = {**meta, "counters": asdict(counters), "loader": loader, "frozen": frozen_digests(model)}
         self.saved_step = counters.step
         try:
             self._pending = saved_state.save(
