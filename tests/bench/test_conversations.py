@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from freight.bench.conversations import standard_library, write_conversations
+from freight.bench.conversations import standard_library, write_conversations, write_modules
 
 SOURCE = '''
 """A module."""
@@ -83,3 +83,11 @@ def test_no_module_is_in_both_files_and_writing_twice_gives_the_same_bytes(libra
         modules.append({r["module"] for r in records})
     trained, held_out = modules
     assert trained and held_out and not trained & held_out
+
+
+def test_modules_are_written_whole_and_without_tests(library: Path, tmp_path: Path) -> None:
+    (library / "empty.py").write_text("\n")
+    lines = write_modules(tmp_path / "out", library).read_text(encoding="utf-8").splitlines()
+    broken, undecodable, whole = [json.loads(line)["text"] for line in lines]
+    assert (broken, whole) == ("def f(:\n", SOURCE)
+    assert "\ufffd" in undecodable

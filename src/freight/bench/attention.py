@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from freight.bench.options import chosen_options
 from freight.bench.timing import alternating_medians
 from freight.errors import ConfigError
 from freight.ops.attention import LocalAttention
@@ -45,10 +46,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: An option that does not exist.
     """
-    known: dict[str, Any] = {"repeats": 5, "dtype": "bf16", "device": "cpu"}
-    if unknown := [name for name in options if name not in known]:
-        raise ConfigError(f'option "{unknown[0]}" does not exist. Known: {", ".join(known)}.')
-    chosen = known | dict(options)
+    chosen = chosen_options(options, {"repeats": 5, "dtype": "bf16", "device": "cpu"})
     if chosen["dtype"] not in ("bf16", "fp32") or chosen["device"] not in ("cpu", "cuda"):
         raise ConfigError(
             f"`dtype` is bf16 or fp32 and `device` cpu or cuda; got {chosen['dtype']}, {chosen['device']}."

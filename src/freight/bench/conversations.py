@@ -62,11 +62,8 @@ def standard_library(root: Path | None = None) -> Iterator[Conversation]:
     Args:
         root: Folder of Python sources; by default the running interpreter's library.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.isdisjoint(relative.parts):
-            yield from _conversations_of(path, _module_name(relative))
+    for path, relative in _modules(root):
+        yield from _conversations_of(path, _module_name(relative))
 
 
 def write_conversations(folder: Path, root: Path | None = None) -> tuple[Path, Path]:
@@ -90,6 +87,35 @@ def write_conversations(folder: Path, root: Path | None = None) -> tuple[Path, P
     for path, part in zip(paths, (parts[False], parts[True]), strict=True):
         path.write_text("".join(json.dumps(c.record(), ensure_ascii=False) + "\n" for c in part), encoding="utf-8")
     return paths
+
+
+def write_modules(folder: Path, root: Path | None = None) -> Path:
+    """Write `modules.jsonl`, the text of every module, for pretraining.
+
+    Args:
+        folder: Made if it is not there.
+        root: As for `standard_library`.
+
+    Returns:
+        The path.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / "modules.jsonl"
+    with output.open("w", encoding="utf-8") as file:
+        for path, _ in _modules(root):
+            text = path.read_bytes().decode("utf-8", errors="replace")
+            if text.strip():
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    return output
+
+
+def _modules(root: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Sources that the library explains itself with: the file, and its path below the library."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts):
+            yield path, relative
 
 
 def _digest(text: str) -> bytes:

@@ -23,9 +23,10 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from freight.assemble.stored_model import convert_model, load_for_inference
-from freight.bench.conversations import write_conversations
+from freight.bench.conversations import write_conversations, write_modules
 from freight.config.load import load_config
 from freight.config.schema import DataConfig, PackingConfig
+from freight.data.messages import read_messages
 from freight.data.pack_files import pack_to_files
 from freight.data.pack_report import table
 from freight.data.template import load_chat_template
@@ -66,6 +67,7 @@ def run_demo(folder: Path, line: Callable[[str], None]) -> int:
         import_base(base, line, progress)
         line("Make conversations from the Python standard library")
         train_file, held_out_file = write_conversations(folder / "data")
+        write_modules(folder / "data")  # not used here: what examples/pretrain.yaml trains on
         packed = pack_conversations(train_file, base, folder / "packed", line, progress)
         question, source = short_question(held_out_file)
         before = answer(base, question, progress)
@@ -182,7 +184,8 @@ def answer(model_path: Path, question: str, progress: Report) -> str:
 def question_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     """The prompt, up to where the assistant speaks."""
     messages = [{"role": "user", "content": question}]
-    return chat_ids(tokenizer, load_chat_template(tokenizer, None, {}), messages)
+    conversation = read_messages(messages, "messages", lambda key: None)
+    return chat_ids(tokenizer, load_chat_template(tokenizer, None, {}), conversation)
 
 
 def logit_difference(run_dir: Path, exported: Path, question: str) -> float:

@@ -39,16 +39,27 @@ def bench(
 
 
 def benchmarks() -> list[str]:
-    """Names of the modules in `freight.bench` that measure."""
+    """Names of the modules in `freight.bench` that measure: those with a function `run`."""
+    return [name for name in _modules() if any(_is_run(node) for node in _tree(name).body)]
+
+
+def _is_run(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "run"
+
+
+def _modules() -> list[str]:
     import freight.bench
 
-    modules = [module.name for module in iter_modules(freight.bench.__path__)]
-    return [name for name in modules if name not in ("demo", "conversations", "timing")]
+    return [module.name for module in iter_modules(freight.bench.__path__) if not module.ispkg]
+
+
+def _tree(name: str) -> ast.Module:
+    """The parsed source: nothing is imported to list what there is."""
+    return ast.parse(files("freight.bench").joinpath(f"{name}.py").read_text(encoding="utf-8"))
 
 
 def _first_line(name: str) -> str:
-    source = files("freight.bench").joinpath(f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").split("\n", 1)[0]
+    return (ast.get_docstring(_tree(name)) or "").split("\n", 1)[0]
 
 
 def _parsed(options: list[str]) -> dict[str, Any]:

@@ -1,0 +1,26 @@
+"""Options of a benchmark: defaults, and nothing that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from freight.config.messages import did_you_mean
+from freight.errors import ConfigError
+
+
+def chosen_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults under what was given.
+
+    Raises:
+        ConfigError: An option that does not exist, or a value of another type than its default.
+    """
+    for name, value in options.items():
+        if name not in defaults:
+            raise ConfigError(
+                f'option "{name}" does not exist.{did_you_mean(name, list(defaults))} Known: {", ".join(defaults)}.'
+            )
+        default = defaults[name]
+        if default is not None and not isinstance(value, float if isinstance(default, float) else type(default)):
+            raise ConfigError(f"option `{name}` is {default!r} by default; got {value!r}.")
+    return {**defaults, **options}
