@@ -132,7 +132,7 @@ def test_a_chat_is_continued(trained, tmp_path):
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}], "tools": 5}))
     refused = freight("generate", trained, "--chat", chat)
     assert refused.exit_code == 2
-    assert "`tools` must be a list" in refused.stderr
+    assert "tools: expected a list of JSON schemas, got 5" in refused.stderr
 
 
 def test_pack_show_and_inspect(tmp_path):

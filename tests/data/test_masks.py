@@ -210,6 +210,30 @@ def test_a_template_without_tools_refuses_them():
         supervised(encoder_of(styles.CHATML), convert(record, "messages", lambda key: None))
 
 
+THINKING = styles.CHATML.replace(
+    "m.content + '<|im_end|>\n'", "('<think>' + m.WORD + '</think>' if m.WORD else '') + m.content + '<|im_end|>\n'"
+)
+
+
+@pytest.mark.parametrize("spelling", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_learned_where_the_template_writes_it_and_refused_where_not(spelling):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", spelling: "x"}]
+    sample = convert({"messages": messages}, "messages", lambda key: None)
+    for word in ("reasoning_content", "reasoning", "thinking"):
+        assert supervised(encoder_of(THINKING.replace("WORD", word)), sample) == ["<think>x</think>b<|im_end|>"]
+    with pytest.raises(RecordFault, match="renders no reasoning") as caught:
+        supervised(encoder_of(styles.CHATML), sample)
+    assert caught.value.reason is Reason.TEMPLATE_ERROR
+    assert caught.value.field == "messages[1].reasoning_content"
+
+
+def test_two_spellings_of_reasoning_that_disagree_are_a_fault():
+    one = {"role": "assistant", "content": "b", "reasoning": "x"}
+    assert convert({"messages": [{**one, "thinking": "x"}]}, "messages", lambda key: None)
+    with pytest.raises(RecordFault, match="keep one of the two"):
+        convert({"messages": [{**one, "thinking": "y"}]}, "messages", lambda key: None)
+
+
 def test_a_token_across_the_border_is_supervised_and_counted():
     tokenizer = small_tokenizer(merges=(("Ċ", "b"),))
     text = "<|im_start|>assistant\nbc<|im_end|>\n"

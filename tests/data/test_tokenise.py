@@ -300,6 +300,16 @@ def test_the_summary_says_what_was_noticed(tmp_path):
     assert json.loads(json.dumps(metadata)) == metadata
 
 
+def test_names_that_the_template_does_not_write_are_told(tmp_path):
+    named = chat("a", "b")
+    named["messages"][0]["name"] = "Ann"
+    source = write(tmp_path / "c.jsonl", named, chat("a", "b"))
+    assert run(source).metadata["ignored_keys"] == {"messages.name": 1}
+    writing = small_tokenizer(CHATML.replace("m.role +", "m.role + (m.name or '') +"))
+    documents = run(source, writing)
+    assert documents.metadata["ignored_keys"] == {} and "<|im_start|>userAnn" in texts(documents)[0]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

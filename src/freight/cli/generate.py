@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight.cli.exits import say
+from freight.cli.exits import remark, say
 from freight.cli.inputs import ModelPath, load_model
 from freight.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from freight.data.messages import Conversation
 
 
 def generate(
@@ -28,7 +31,7 @@ def generate(
     if (prompt is None) == (chat is None):
         got = "neither" if prompt is None else "both"
         raise ConfigError(f"exactly one of `--prompt` and `--chat` must be given; got {got}.")
-    messages, tools = _conversation(chat) if chat is not None else (None, None)
+    conversation = _conversation(chat) if chat is not None else None
     decoder, tokenizer, config = load_model(model)
     from freight.data.template import load_chat_template
     from freight.train.generate import generate as continue_ids
@@ -36,7 +39,7 @@ def generate(
 
     data = config.data if config else None
     template = load_chat_template(tokenizer, data.chat_template if data else None, data.template_kwargs if data else {})
-    ids = prompt_ids(tokenizer, prompt or "") if messages is None else chat_ids(tokenizer, template, messages, tools)
+    ids = prompt_ids(tokenizer, prompt or "") if conversation is None else chat_ids(tokenizer, template, conversation)
     new = continue_ids(
         decoder,
         ids,
@@ -44,7 +47,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop_ids=stop_ids(tokenizer, None if messages is None else template),
+        stop_ids=stop_ids(tokenizer, None if conversation is None else template),
     )
     for piece in stream_text(tokenizer, new):
         sys.stdout.write(piece)
@@ -52,13 +55,13 @@ def generate(
     say()
 
 
-def _conversation(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of a file: `{"messages": [...]}`, a bare list, or the first line of a JSONL file.
+def _conversation(path: Path) -> Conversation:
+    """The chat of a file.
 
     Raises:
-        DataError: Missing, no JSON, no messages, or tools that are no list.
+        DataError: Missing, no JSON, or no chat.
     """
-    import json
+    from freight.train.prompt import read_chat
 
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -66,21 +69,11 @@ def _conversation(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         raise DataError(f"{path}: no such file. Give a JSON file with `messages`.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Give a JSON file with `messages`.") from None
+    unused: list[str] = []
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            record = json.loads(text.strip().split("\n", 1)[0])
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: not JSON ({error}). Give a JSON file with `messages`.") from None
-    messages = record.get("messages") if isinstance(record, dict) else record
-    if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
-        raise DataError(f'{path}: no `messages`. Write {{"messages": [{{"role": "user", "content": "Hello"}}]}}.')
-    tools = record.get("tools") if isinstance(record, dict) else None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{path}: `tools` must be a list of JSON objects. Write it as in training, or leave it out.")
-    return messages, tools
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+        conversation = read_chat(text, unused.append)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    if unused:
+        remark(f"{path}: keys that are not used: {', '.join(dict.fromkeys(unused))}")
+    return conversation

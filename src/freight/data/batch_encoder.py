@@ -15,6 +15,7 @@ from freight.data.documents import Document
 from freight.data.encode import EncodeCounts, SampleEncoder
 from freight.data.formats import Sample, convert, rename_fields
 from freight.data.jsonl import as_object, decode_utf8
+from freight.data.messages import Conversation, left_out
 from freight.data.records import RecordFault
 from freight.data.strict_json import StrictDecoder
 from freight.data.template import ChatTemplate
@@ -106,6 +107,10 @@ class BatchEncoder:
         good = [sample for sample in samples if not isinstance(sample, RecordFault)]
         encoded = iter(encoder.encode(good, numbers))
         results = [sample if isinstance(sample, RecordFault) else next(encoded) for sample in samples]
+        if self._template:
+            for sample in good:
+                if isinstance(sample, Conversation):
+                    ignored.update(sorted(left_out(sample, self._template.mentions)))
         documents: list[Document] = []
         for result in results:
             if not isinstance(result, RecordFault):

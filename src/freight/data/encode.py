@@ -17,7 +17,7 @@ from freight.config.schema import DataConfig, Truncation
 from freight.data.documents import Document, make_document
 from freight.data.formats import PromptCompletion, Sample, Text
 from freight.data.masks import TokenMask, mask_tokens
-from freight.data.messages import Conversation, first_group
+from freight.data.messages import Conversation, first_group, for_template
 from freight.data.records import Reason, RecordFault, shorten
 from freight.data.spans import Delimiters, Span, carries, find_spans
 from freight.data.template import ChatTemplate
@@ -133,7 +133,7 @@ class SampleEncoder:
         template = self._template
         if template is None:
             raise DataError("the tokenizer has no chat template; set data.chat_template=FILE (shipped: chatml, plain)")
-        conversation = for_template(conversation, template)
+        conversation = for_template(conversation, template.mentions)
         turns = conversation.assistant_turns
         wanted = [turn for turn in turns if conversation.weights[turn]]
         if self._config.train_on == "last_assistant":
@@ -282,25 +282,6 @@ class SampleEncoder:
 def is_checked(number: int) -> bool:
     """Whether the record of this number in its source, from 0, is decoded again: the first ones, then a sample."""
     return number < CHECKED_FIRST or number % CHECKED_EVERY == 0
-
-
-def for_template(conversation: Conversation, template: ChatTemplate) -> Conversation:
-    """The conversation with the roles that the template knows.
-
-    Raises:
-        RecordFault: The template would leave tools or tool calls out without a word.
-    """
-    if conversation.tools and not template.mentions("tools"):
-        raise RecordFault(Reason.TEMPLATE_ERROR, "tools", "the chat template renders no tools")
-    if not template.mentions("tool_calls") and any("tool_calls" in message for message in conversation.messages):
-        raise RecordFault(Reason.TEMPLATE_ERROR, "tool_calls", "the chat template renders no tool calls")
-    if template.mentions("developer") or all(message["role"] != "developer" for message in conversation.messages):
-        return conversation
-    renamed = tuple(
-        {**message, "role": "system"} if message["role"] == "developer" else message
-        for message in conversation.messages
-    )
-    return Conversation(renamed, conversation.weights, conversation.tools)
 
 
 def joined(*parts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -27,7 +27,11 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight")
+# Names under which others write what an assistant thought before it spoke.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING, "weight")
+# What a template may leave out: it names things, but nobody says it.
+LABELS = ("name", "tool_call_id")
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,15 @@ def read_message(message: Any, where: str, ignored: Callable[[str], None]) -> di
             raise RecordFault(Reason.BAD_TOOL_CALL, f"{where}.tool_calls", f"only an assistant calls tools, not {role}")
         canonical["tool_calls"] = read_tool_calls(calls, f"{where}.tool_calls")
     canonical["content"] = join_content(message.get("content"), f"{where}.content", absent="" if calls else None)
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key in (*LABELS, *REASONING):
         value = message.get(key)
         if value is None:
             continue
         if not isinstance(value, str):
             raise RecordFault(Reason.WRONG_TYPE, f"{where}.{key}", f"expected text, got {shorten(value)}")
-        canonical[key] = value
+        name = REASONING[0] if key in REASONING else key
+        if canonical.setdefault(name, value) != value:
+            raise RecordFault(Reason.WRONG_TYPE, f"{where}.{key}", f"is not what `{name}` says; keep one of the two")
     for key, value in message.items():
         if key not in MESSAGE_KEYS and value is not None:
             ignored(f"messages.{key}")
@@ -242,3 +248,54 @@ def first_group(messages: Sequence[dict[str, Any]]) -> tuple[int, int] | None:
     """Range of the oldest user..assistant group, which ends where the next user turn begins; None if it is the last."""
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     return (users[0], users[1]) if len(users) > 1 else None
+
+
+def for_template(conversation: Conversation, mentions: Callable[[str], bool]) -> Conversation:
+    """The conversation with the roles and keys that a template knows.
+
+    Args:
+        conversation: As its record has it.
+        mentions: Whether the template has a word.
+
+    Raises:
+        RecordFault: The template would leave tools, tool calls or reasoning out without a word.
+    """
+    if conversation.tools and not mentions("tools"):
+        raise RecordFault(Reason.TEMPLATE_ERROR, "tools", "the chat template renders no tools")
+    return Conversation(
+        tuple(message_for_template(message, index, mentions) for index, message in enumerate(conversation.messages)),
+        conversation.weights,
+        conversation.tools,
+    )
+
+
+def message_for_template(message: dict[str, Any], index: int, mentions: Callable[[str], bool]) -> dict[str, Any]:
+    """One message in the words that a template knows.
+
+    Raises:
+        RecordFault: See `for_template`.
+    """
+    if "tool_calls" in message and not mentions("tool_calls"):
+        raise RecordFault(
+            Reason.TEMPLATE_ERROR, f"messages[{index}].tool_calls", "the chat template renders no tool calls"
+        )
+    if REASONING[0] in message:
+        if not any(mentions(name) for name in REASONING):
+            raise RecordFault(
+                Reason.TEMPLATE_ERROR,
+                f"messages[{index}].{REASONING[0]}",
+                "the chat template renders no reasoning; use one that does, or write it into content",
+            )
+        message = {**message, **{name: message[REASONING[0]] for name in REASONING if mentions(name)}}
+    if message["role"] == "developer" and not mentions("developer"):
+        message = {**message, "role": "system"}
+    return message
+
+
+def left_out(conversation: Conversation, mentions: Callable[[str], bool]) -> set[str]:
+    """Labels that messages have and a template does not write."""
+    return {
+        f"messages.{label}"
+        for label in LABELS
+        if not mentions(label) and any(label in message for message in conversation.messages)
+    }

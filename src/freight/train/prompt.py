@@ -5,12 +5,14 @@ Uses the chat template and tokeniser of training, so that a prompt looks to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
+from freight.data.formats import convert
+from freight.data.messages import Conversation, for_template
 from freight.data.records import RecordFault
+from freight.data.strict_json import StrictDecoder
 from freight.data.template import ChatTemplate
 from freight.data.tokenizer import Encoder
 from freight.errors import DataError
@@ -23,29 +25,55 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _with_bos(Encoder(tokenizer), text)
 
 
+def read_chat(text: str, ignored: Callable[[str], None]) -> Conversation:
+    """A conversation to be continued, by the same rules as a record of training.
+
+    Args:
+        text: JSON: a record with `messages` or `conversations`, or a list of messages; of several lines, the first.
+        ignored: Told of keys that are not used.
+
+    Raises:
+        DataError: It is none.
+    """
+    decoder = StrictDecoder()
+    try:
+        try:
+            record = decoder.decode(text)
+        except RecordFault:
+            record = decoder.decode(text.strip().split("\n", 1)[0])
+        if isinstance(record, list):
+            record = {"messages": record}
+        if isinstance(record, dict):
+            chosen = next((name for name in ("messages", "conversations") if name in record), None)
+            if chosen is not None:
+                sample = convert(record, chosen, ignored)
+                assert isinstance(sample, Conversation)
+                return sample
+    except RecordFault as fault:
+        raise DataError(f"{fault}. Write the chat as a record of training.") from None
+    raise DataError('no `messages`. Write {"messages": [{"role": "user", "content": "Hello"}]}.')
+
+
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate | None,
-    messages: Sequence[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, conversation: Conversation
 ) -> list[int]:
     """Ids of a conversation up to where the assistant speaks next; rendered whole and tokenised once.
 
     Args:
         tokenizer: Of the model.
         template: From `load_chat_template`.
-        messages: `[{role, content}]`; the last is usually the user's.
-        tools: Functions offered to the model.
+        conversation: From `read_chat`; the last message is usually the user's.
 
     Raises:
-        DataError: No template, or the template refuses the messages.
+        DataError: No template, or the template refuses the messages, or would leave out what they hold.
     """
     if template is None:
         raise DataError("the tokenizer has no chat template; set `data.chat_template`, or use --prompt for plain text.")
     try:
-        text = template.render(messages, tools, add_generation_prompt=True)
+        shown = for_template(conversation, template.mentions)
+        text = template.render(shown.messages, shown.tools, add_generation_prompt=True)
     except RecordFault as fault:
-        raise DataError(f"these messages cannot be rendered: {fault.message}") from None
+        raise DataError(f"these messages cannot be rendered: {fault}") from None
     return _with_bos(Encoder(tokenizer), text)
 
 
