@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freight.assemble.adapters import targets_for
 from freight.assemble.build import architecture_for, model_tensors
 from freight.config.load import config_from
 from freight.config.schema import Config
@@ -71,7 +72,9 @@ def prepared(config: Config) -> Prepared:
     validation = None
     if config.data.validation is not None:
         validation = pack_in_memory(documents(6, seed=1), config.data, seed, shuffle=False)
-    plan = resolve(config, arch, data=data_facts(rows), hardware=hardware_of(WORLD.device))
+    plan = resolve(
+        config, arch, data=data_facts(rows), hardware=hardware_of(WORLD.device), adapted=targets_for(config, arch)
+    )
     return Prepared(config, arch, rows, validation, plan, build_loader(config, rows, plan).total_steps)
 
 

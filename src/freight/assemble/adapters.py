@@ -18,12 +18,21 @@ from torch import nn
 from freight.checkpoint.adapter_files import stored_modules
 from freight.config.adapter_targets import AdapterTargets, Module, choose_full, choose_lora
 from freight.config.architecture import Architecture
-from freight.config.schema import AdapterConfig
+from freight.config.schema import AdapterConfig, Config
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.nn.init import fill_drawn, uniform
 from freight.nn.linear import Linear
 from freight.parallel.data import fill, whole
+
+
+def targets_for(config: Config, arch: Architecture) -> AdapterTargets | None:
+    """The modules that `adapter` means in a model; None without it.
+
+    Raises:
+        ConfigError: As `adapter_targets`.
+    """
+    return None if config.adapter is None else adapter_targets(config.adapter, arch)
 
 
 def adapter_targets(adapter: AdapterConfig, arch: Architecture) -> AdapterTargets:

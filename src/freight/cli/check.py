@@ -30,15 +30,18 @@ def check(
         return
     import torch
 
+    from freight.assemble.adapters import targets_for
     from freight.assemble.build import architecture_for, weights_for
     from freight.ops.attention_backends import hardware_of
     from freight.planner.resolve import resolve
 
     arch = architecture_for(loaded)
     weights_for(loaded, arch)
+    adapted = targets_for(loaded, arch)
     facts = _facts(loaded, arch, tokenise=data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for line in resolve(loaded, arch, data=facts, hardware=hardware_of(device)).words():
+    plan = resolve(loaded, arch, data=facts, hardware=hardware_of(device), adapted=adapted)
+    for line in plan.words():
         say(line)
 
 

@@ -7,13 +7,14 @@ data. `check`, `pack` and `train` print the same words, because they come from t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
 
 import torch
 
+from freight.config.adapter_targets import AdapterTargets
 from freight.config.architecture import Architecture
 from freight.config.checks import (
     architecture_faults,
@@ -22,7 +23,7 @@ from freight.config.checks import (
     schedule_faults,
 )
 from freight.config.data_checks import pack_size
-from freight.config.schema import Config
+from freight.config.schema import AdapterConfig, Config
 from freight.data.batch_size import rows_for_documents
 from freight.data.rows import IndexedRows
 from freight.errors import ConfigError
@@ -92,11 +93,14 @@ class Plan:
         micro_batch_tokens: Tokens of a microbatch on one rank.
         rows_per_step: Rows of an optimizer step over all ranks; None while documents per step need the data.
         total_steps: Optimizer steps; None while epochs need the data.
-        decaying: Weights under weight decay.
-        not_decaying: Norms and biases.
+        decaying: Trained weights under weight decay.
+        not_decaying: Trained norms, biases and lengths.
+        frozen: What an adapter leaves as it is.
         attention: Kernels of the longest document alone.
         packed_attention: Kernels of a row of several documents.
+        hardware: Of the device that computes.
         data: What is known of the data.
+        adapted: Modules of the adapter; None without one.
     """
 
     config: Config
@@ -108,10 +112,12 @@ class Plan:
     total_steps: int | None
     decaying: Group
     not_decaying: Group
+    frozen: Group
     attention: Choice
     packed_attention: Choice
     hardware: Hardware
     data: DataFacts | None
+    adapted: AdapterTargets | None = None
 
     @property
     def rows_per_microbatch(self) -> int:
@@ -157,6 +163,7 @@ def resolve(
     world_size: int = 1,
     data: DataFacts | None = None,
     hardware: Hardware = Hardware("cpu"),  # noqa: B008 - an immutable tuple
+    adapted: AdapterTargets | None = None,
 ) -> Plan:
     """Work out what a configuration means.
 
@@ -166,10 +173,12 @@ def resolve(
         world_size: Data ranks.
         data: Facts of the packed data, where it is at hand.
         hardware: Of the device that computes.
+        adapted: Modules that `adapter` means in this architecture.
 
     Raises:
         ConfigError: All faults.
     """
+    assert (adapted is None) == (config.adapter is None)
     found = [*faults(config), *architecture_faults(arch), *fit_faults(config, arch)]
     attention: tuple[Choice, Choice] | None = None
     if not found:
@@ -189,7 +198,7 @@ def resolve(
         found += _data_faults(config, arch, data, rows)
     if found or attention is None:
         raise ConfigError(*dict.fromkeys(found))
-    decaying, not_decaying = _groups(arch)
+    decaying, not_decaying, frozen = _groups(arch, config.adapter, adapted)
     return Plan(
         config=config,
         arch=arch,
@@ -200,6 +209,8 @@ def resolve(
         total_steps=steps,
         decaying=decaying,
         not_decaying=not_decaying,
+        frozen=frozen,
+        adapted=adapted,
         attention=attention[0],
         packed_attention=attention[1],
         hardware=hardware,
@@ -276,13 +287,31 @@ def _data_faults(config: Config, arch: Architecture, data: DataFacts, rows: int 
                 )
 
 
-def _groups(arch: Architecture) -> tuple[Group, Group]:
-    """Weights of two or more dims decay; norms and biases do not."""
+def _groups(
+    arch: Architecture, adapter: AdapterConfig | None, adapted: AdapterTargets | None
+) -> tuple[Group, Group, Group]:
+    """Trained weights of two or more dims, which decay; other trained ones; frozen ones."""
     with torch.device("meta"):
-        parameters = list(Decoder(arch).parameters())
-    decaying = [p.numel() for p in parameters if p.ndim >= 2]
-    others = [p.numel() for p in parameters if p.ndim < 2]
-    return Group(len(decaying), sum(decaying)), Group(len(others), sum(others))
+        parameters = {name: parameter.shape for name, parameter in Decoder(arch).named_parameters()}
+    trained, frozen = list(parameters.values()), []
+    if adapter is not None and adapted is not None:
+        full = {name for name in parameters if name.rpartition(".")[0] in adapted.full}
+        trained = [parameters[name] for name in full]
+        frozen = [shape for name, shape in parameters.items() if name not in full]
+        for module in adapted.lora:
+            rows, columns = parameters[f"{module}.weight"]
+            trained += [torch.Size((adapter.rank, columns)), torch.Size((rows, adapter.rank))]
+            trained += [torch.Size((rows,))] * adapter.use_dora
+    return (
+        _group(shape for shape in trained if len(shape) >= 2),
+        _group(shape for shape in trained if len(shape) < 2),
+        _group(frozen),
+    )
+
+
+def _group(shapes: Iterable[torch.Size]) -> Group:
+    sizes = [shape.numel() for shape in shapes]
+    return Group(len(sizes), sum(sizes))
 
 
 def data_facts(rows: IndexedRows, epochs: float | None = None) -> DataFacts:

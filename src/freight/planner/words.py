@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def plan_words(plan: Plan) -> list[str]:
     """The plan, one sentence a line."""
-    return [*_model_words(plan), *_data_words(plan), *_step_words(plan), *_train_words(plan)]
+    return [*_model_words(plan), *_adapter_words(plan), *_data_words(plan), *_step_words(plan), *_train_words(plan)]
 
 
 def _model_words(plan: Plan) -> Iterator[str]:
     arch = plan.arch
-    total = plan.decaying.parameters + plan.not_decaying.parameters
+    total = _trained(plan) + plan.frozen.parameters
     source = plan.config.model.hf or plan.config.model.preset
     groups = "" if arch.groups == arch.num_attention_heads else f" over {arch.groups} KV heads"
     yield (
@@ -36,6 +36,33 @@ def _model_words(plan: Plan) -> Iterator[str]:
     window = f"; window {arch.sliding_window}" if arch.sliding_window else ""
     kind = f"({dtype}, head_dim {arch.dims_per_head}, {where})"
     yield f"attention: {_kernel_words(plan.attention)} {kind}{packed}{window}; documents never see each other"
+
+
+def _adapter_words(plan: Plan) -> Iterator[str]:
+    adapter, adapted = plan.config.adapter, plan.adapted
+    if adapter is None or adapted is None:
+        return
+    kinds = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in adapted.lora))
+    scale, how = adapter.alpha / adapter.rank, "alpha / rank"
+    if adapter.use_rslora:
+        scale, how = adapter.alpha / adapter.rank**0.5, "alpha / sqrt(rank)"
+    layers = "" if adapter.layers is None else f" of layers {', '.join(map(str, adapter.layers))}"
+    yield (
+        f"adapter: {'DoRA' if adapter.use_dora else 'LoRA'} of rank {adapter.rank}, scale {scale:g} ({how}), on "
+        f"{_many(len(adapted.lora), 'linear module')}{layers}: {kinds}"
+        f"{'; in full: ' + ', '.join(adapted.full) if adapted.full else ''}"
+    )
+    trained = _trained(plan)
+    total = trained + plan.frozen.parameters
+    yield (
+        f"trained: {count(trained)} of {count(total)} parameters ({trained / total:.2%}); the other "
+        f"{count(plan.frozen.parameters)} are kept once, in {plan.config.train.precision}, without gradient and "
+        "optimizer state"
+    )
+
+
+def _trained(plan: Plan) -> int:
+    return plan.decaying.parameters + plan.not_decaying.parameters
 
 
 def _kernel_words(choice: Choice) -> str:
@@ -139,6 +166,8 @@ def _schedule_words(plan: Plan) -> str:
 def _recipe(plan: Plan) -> Iterator[str]:
     """Settings of the recipe that alter what is learned, where they are on."""
     config, arch = plan.config, plan.arch
+    if config.adapter is not None and config.adapter.dropout:
+        yield f"adapter dropout {config.adapter.dropout:g}"
     if arch.attention_dropout:
         yield f"attention dropout {arch.attention_dropout:g}"
     if config.train.label_smoothing:

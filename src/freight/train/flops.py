@@ -6,6 +6,10 @@ N counts every weight but the embedding tables, whose lookup multiplies nothing;
 the embedding's weight. A pair is a (query, key) of one document that attention may look at: causal, inside the window.
 Forward is a third of both terms, backward two thirds.
 
+Of a frozen weight no gradient is computed: it counts 4 N, and 2 N below the first trained layer, where no gradient
+flows either (nor through attention). An adapter's A and B count 6 N. So MFU stays the share of the work that learning
+needs, and a LoRA step of the same speed in tokens shows a lower one than full fine-tuning.
+
 `perf/mfu` divides model FLOPs by the peak. `perf/hfu` divides what was executed: the head only for tokens that have a
 label, since the loss computes no other row, plus what recompute repeats.
 
@@ -24,13 +28,17 @@ from pathlib import Path
 
 import torch
 
+from freight.config.adapter_targets import AdapterTargets
 from freight.config.architecture import Architecture
+from freight.config.schema import AdapterConfig
+from freight.nn.decoder import Decoder
 from freight.ops.attention_plan import document_pairs
 from freight.ops.linear import linear
 
 FORMULA = (
     "model FLOPs = 6 N per token (every weight but the embedding tables, head included) "
-    "+ 12 x heads x head_dim per layer and causal pair of a document; "
+    "+ 12 x heads x head_dim per layer and causal pair of a document; frozen weights count 4 N, or 2 N below the first "
+    "trained layer; "
     "peak = the device's table value, or on CPU the GEMM rate measured at start"
 )
 
@@ -92,9 +100,13 @@ def body_parameters(arch: Architecture) -> int:
     mlp = (projections_up + 1) * hidden * arch.ffn_hidden_size
     if arch.mlp_bias:
         mlp += projections_up * arch.ffn_hidden_size + hidden
-    norm = hidden * (2 if arch.norm == "layernorm" else 1)
+    norm = _norm_parameters(arch)
     norms_per_block = 4 if arch.norm_placement == "sandwich" else 2
     return arch.num_layers * (attention + mlp + norms_per_block * norm) + norm
+
+
+def _norm_parameters(arch: Architecture) -> int:
+    return arch.hidden_size * (2 if arch.norm == "layernorm" else 1)
 
 
 def head_parameters(arch: Architecture) -> int:
@@ -108,8 +120,47 @@ def total_parameters(arch: Architecture) -> int:
     return body_parameters(arch) + tables * arch.hidden_size + (0 if arch.tie_embeddings else head_parameters(arch))
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What is trained of a model.
+
+    Args:
+        added: Weights of an adapter's A and B, which multiply every token beside the model's own.
+        body: Trained weights of blocks and final norm.
+        head: The head's weight is trained.
+        first_layer: No gradient is needed in the blocks below it.
+    """
+
+    added: int
+    body: int
+    head: bool
+    first_layer: int
+
+
+def trained_part(arch: Architecture, adapter: AdapterConfig | None, adapted: AdapterTargets | None) -> Trained:
+    """What a configuration trains: everything, or an adapter and the modules it names in full."""
+    if adapter is None or adapted is None:
+        return Trained(0, body_parameters(arch), head=True, first_layer=0)
+    with torch.device("meta"):
+        parameters = {name: parameter.shape for name, parameter in Decoder(arch).named_parameters()}
+    full = {name: shape.numel() for name, shape in parameters.items() if name.rpartition(".")[0] in adapted.full}
+    tables = [name for name in full if name.startswith("embed_")]
+    layers = [int(name.split(".")[1]) for name in (*adapted.lora, *full) if name.startswith("layers.")]
+    return Trained(
+        added=sum(adapter.rank * sum(parameters[f"{module}.weight"]) for module in adapted.lora),
+        body=sum(size for name, size in full.items() if not name.startswith(("embed_", "head."))),
+        head="head" in adapted.full or (arch.tie_embeddings and "embed_tokens" in adapted.full),
+        first_layer=0 if tables else min(layers, default=arch.num_layers),
+    )
+
+
 def step_flops(
-    arch: Architecture, lengths: Iterable[int], *, label_tokens: int | None = None, repeated: float = 0.0
+    arch: Architecture,
+    lengths: Iterable[int],
+    *,
+    label_tokens: int | None = None,
+    repeated: float = 0.0,
+    trained: Trained | None = None,
 ) -> StepFlops:
     """FLOPs of forward and backward over documents of these lengths.
 
@@ -118,13 +169,22 @@ def step_flops(
         lengths: Real tokens of every document (or piece) of the step; padding costs the formula nothing.
         label_tokens: Tokens with a label; all of them by default.
         repeated: FLOPs that recompute adds.
+        trained: What has gradients; everything by default.
     """
     documents = list(lengths)
     tokens = sum(documents)
+    trained = trained or trained_part(arch, None, None)
     windows = [arch.window_of(layer) for layer in range(arch.num_layers)]
-    pairs = sum(windows.count(w) * sum(document_pairs(n, window=w) for n in documents) for w in set(windows))
-    body = 6.0 * body_parameters(arch) * tokens + 12.0 * arch.num_attention_heads * arch.dims_per_head * pairs
-    head_per_token = 6.0 * head_parameters(arch)
+    pairs_of = {w: sum(document_pairs(n, window=w) for n in documents) for w in set(windows)}
+    forward_pairs = sum(pairs_of[w] for w in windows)
+    backward_pairs = sum(pairs_of[w] for w in windows[trained.first_layer :])
+    width = arch.num_attention_heads * arch.dims_per_head
+    whole = body_parameters(arch)
+    below = (whole - _norm_parameters(arch)) // arch.num_layers * trained.first_layer
+    per_token = 2.0 * (whole + trained.added) + 2.0 * (whole - below + trained.added)  # outputs, input gradients
+    per_token += 2.0 * (trained.body + trained.added)  # weight gradients
+    body = per_token * tokens + 4.0 * width * forward_pairs + 8.0 * width * backward_pairs
+    head_per_token = (6.0 if trained.head else 4.0) * head_parameters(arch)
     return StepFlops(
         model=body + head_per_token * tokens,
         executed=body + head_per_token * (tokens if label_tokens is None else label_tokens) + repeated,

@@ -24,7 +24,7 @@ from freight.parallel.data import free_gathered
 from freight.train.console import evaluation_line, gibibytes, step_line
 from freight.train.data_facts import data_facts
 from freight.train.evaluate import Evaluation, evaluate
-from freight.train.flops import device_peak, peak_memory_bytes
+from freight.train.flops import device_peak, peak_memory_bytes, trained_part
 from freight.train.launch import environment, launched
 from freight.train.metrics import MetricLog
 from freight.train.profile import StepProfiler
@@ -181,7 +181,8 @@ class Loop:
         )
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         peak = device_peak(trainable.device, dtype)
-        self._throughput = Throughput(prepared.arch, peak, trainable.device)
+        trained = trained_part(prepared.arch, config.adapter, prepared.plan.adapted)
+        self._throughput = Throughput(prepared.arch, peak, trainable.device, trained)
         self._log: MetricLog | None = None
         self._resumed_step: int | None = None
         self._loss = math.nan

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
+from freight.assemble.adapters import targets_for
 from freight.assemble.build import architecture_for, build_model, weights_for
 from freight.config.architecture import Architecture
 from freight.config.checks import architecture_faults, fit_faults
@@ -76,6 +77,7 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
     if faults:
         raise ConfigError(*faults)
     weights_for(config, arch)
+    adapted = targets_for(config, arch)
     place = config.data.tokenizer or config.model.hf
     tokenizer = None if place is None else load_tokenizer(place)
 
@@ -94,7 +96,7 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
     validation = rows_of("validation").indexed() if config.data.validation is not None else None
     indexed = rows.indexed()
     facts = None if indexed is None else data_facts(indexed, config.train.epochs)
-    plan = resolve(config, arch, data=facts, hardware=hardware_of(world.device))
+    plan = resolve(config, arch, data=facts, hardware=hardware_of(world.device), adapted=adapted)
     total_steps = build_loader(config, rows, plan).total_steps
     phases(total_steps, config.train.schedule)
     return Prepared(config, arch, rows, validation, plan, total_steps)

@@ -6,7 +6,7 @@ import torch
 
 from freight.config.architecture import Architecture
 from freight.data.loader import StepData
-from freight.train.flops import Peak, peak_memory_bytes, step_flops
+from freight.train.flops import Peak, Trained, peak_memory_bytes, step_flops
 
 ETA_MEMORY = 0.9
 
@@ -18,10 +18,14 @@ class Throughput:
         arch: For the FLOP count.
         peak: Rate that utilisation is measured against; None leaves it out.
         device: Whose memory is reported.
+        trained: What has gradients; everything by default.
     """
 
-    def __init__(self, arch: Architecture, peak: Peak | None, device: torch.device) -> None:
+    def __init__(
+        self, arch: Architecture, peak: Peak | None, device: torch.device, trained: Trained | None = None
+    ) -> None:
         self._arch = arch
+        self._trained = trained
         self._peak = peak
         self._device = device
         self._smooth_seconds: float | None = None
@@ -37,7 +41,10 @@ class Throughput:
             data_seconds: Of the wait alone.
         """
         flops = step_flops(
-            self._arch, (n for batch in data.microbatches for n in batch.lengths if n), label_tokens=targets
+            self._arch,
+            (n for batch in data.microbatches for n in batch.lengths if n),
+            label_tokens=targets,
+            trained=self._trained,
         )
         self._steps += 1
         self._tokens += data.num_tokens
