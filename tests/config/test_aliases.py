@@ -148,3 +148,10 @@ def test_a_batch_that_disagrees_with_its_parts_is_refused(tmp_path):
 def test_unknown_names_are_not_guessed(tmp_path):
     with pytest.raises(ConfigError, match="`max_sequence_length` is not a key of Freight"):
         loaded(tmp_path, example(tmp_path) | {"max_sequence_length": 3})
+
+
+def test_a_norm_that_freight_has_not_is_refused_and_not_taken_for_another(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, {**example(tmp_path), "normalization": "layernorm1p"}))
+    (sentence,) = caught.value.faults
+    assert "`normalization` (read as `model.norm`)" in sentence and 'got "layernorm1p"' in sentence

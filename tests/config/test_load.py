@@ -217,6 +217,32 @@ def test_dotted_keys_at_the_top_and_interpolation(tmp_path):
     assert config.train.seed == config.data.seed == 3
 
 
+def test_dotted_and_nested_spellings_of_a_key_must_agree(tmp_path):
+    raw = example(tmp_path)
+    raw["train.steps"] = raw["train"]["steps"]
+    raw["train.optimizer"] = {"eps": 1e-7}
+    raw["data.packing.seed"] = 3
+    config = load_config(write(tmp_path, raw))
+    assert config.train.optimizer.eps == 1e-7 and config.train.optimizer.lr == raw["train"]["optimizer"]["lr"]
+    assert config.data.packing.seed == 3
+    raw["train.steps"] = 11
+    raw["train.optimizer"] = {"lr": 1.0}
+    raw["data.train"] = {"path": "x"}
+    found = faults_of(tmp_path, raw)
+    nested = raw["train"]["steps"]
+    assert f"`train.steps` stands twice, nested as {nested} and dotted as 11. Keep one of the two." in found
+    assert any("`train.optimizer.lr` stands twice" in sentence for sentence in found)
+    assert any("`data.train` stands twice" in sentence for sentence in found)
+
+
+def test_arguments_of_wandb_are_checked_without_it(tmp_path):
+    raw = put(example(tmp_path), "log.wandb", {"project": "a", "tags": ["b"], "id": "c"})
+    assert load_config(write(tmp_path, raw)).log.wandb == {"project": "a", "tags": ["b"], "id": "c"}
+    wrong, ours = faults_of(tmp_path, put(raw, "log.wandb", {"projcet": "a", "dir": "b"}))
+    assert "`log.wandb.projcet` is no argument of wandb.init" in wrong and "Did you mean `project`?" in wrong
+    assert ours == '`log.wandb.dir` is set by Freight itself; got "b". Remove it.'
+
+
 def test_the_environment_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("FREIGHT_SECRET", "7")
     faults = faults_of(tmp_path, put(example(tmp_path), "train.seed", "${oc.env:FREIGHT_SECRET}"))

@@ -91,11 +91,15 @@ def test_wandb_that_is_not_installed_says_what_to_install(tmp_path: Path, monkey
 class FakeWandb(types.ModuleType):
     """Remembers what a run was given."""
 
+    id = "abc123"
+
     def __init__(self) -> None:
         super().__init__("wandb")
         self.calls: list[tuple[str, Any]] = []
 
     def init(self, **options: Any) -> FakeWandb:
+        if "mode" in options:
+            raise RuntimeError(f"no such\nmode {options['mode']}")
         self.calls.append(("init", options))
         return self
 
@@ -117,3 +121,31 @@ def test_wandb_gets_options_configuration_and_numbers(tmp_path: Path, monkeypatc
         ("log", (3, {"train/loss": 2.0})),
         ("finish", None),
     ]
+
+
+def test_a_resumed_run_continues_its_run_at_wandb_and_a_new_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    common = {"dir": str(tmp_path), "config": {}, "project": "x"}
+    options: list[dict[str, Any]] = [
+        {"wandb": {"project": "x"}},
+        {"wandb": {"project": "x"}, "resumed_step": 3},
+        {"wandb": {"project": "x", "id": "mine"}, "resumed_step": 3},
+        {"wandb": {"project": "x"}},
+    ]
+    for each in options:
+        MetricLog(tmp_path, tensorboard=False, **each).close()
+    assert [values for name, values in fake.calls if name == "init"] == [
+        common,
+        {**common, "id": "abc123", "resume": "allow"},
+        {**common, "id": "mine", "resume": "allow"},
+        common,
+    ]
+
+
+def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    with pytest.raises(ConfigError, match=r"`log\.wandb`: wandb\.init refuses: no such mode x"):
+        MetricLog(tmp_path, tensorboard=False, wandb={"mode": "x"})

@@ -80,7 +80,6 @@ _ACTIVATION = {
 }  # fmt: skip
 _NORM = {
     "rmsnorm": "rmsnorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "LayerNorm": "layernorm",
-    "layernorm1p": "layernorm",
 }  # fmt: skip
 
 ALIASES: Mapping[str, Alias] = {

@@ -7,11 +7,14 @@ wrote the option: a default is nobody's mistake.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from freight.config.architecture import Architecture
 from freight.config.data_checks import data_faults, known_pack_size, reads_packed, tokenises, two
+from freight.config.keys import shown
+from freight.config.messages import did_you_mean
 from freight.config.model_checks import architecture_faults
 from freight.config.schema import Config, DataConfig, ScheduleConfig, Source
 
@@ -20,6 +23,13 @@ __all__ = ["architecture_faults", "data_faults", "faults", "file_faults", "fit_f
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow|txt|md|csv|tsv|gz|zst|bz2|xz|zip)", re.IGNORECASE)
 _SOURCE_KEYS = ("data.train", "data.validation")
+# What `wandb.init` takes, known here so that a slip is found before the run and without wandb.
+_WANDB = (
+    "entity", "project", "id", "name", "notes", "tags", "config_exclude_keys", "config_include_keys",
+    "allow_val_change", "group", "job_type", "mode", "force", "anonymous", "reinit", "resume_from", "fork_from",
+    "save_code", "tensorboard", "sync_tensorboard", "monitor_gym", "settings",
+)  # fmt: skip
+_WANDB_OURS = ("dir", "config", "resume")
 _BATCH_KEYS = ("global_batch_size", "global_batch_documents", "global_batch_tokens")
 
 
@@ -129,9 +139,22 @@ def _run(config: Config) -> Iterator[str]:
         yield f"`attention.backend` {attention.backend} is in `attention.disable`. Remove it there, or use auto."
     elif attention.backend != "auto" and attention.disable:
         yield f"`attention.disable` has no effect with `backend: {attention.backend}`. Remove it, or use auto."
+    yield from _wandb(log.wandb or {})
     steps = config.train.steps
     if log.profile is not None and steps is not None and log.profile.start_step >= steps:
         yield f"`log.profile.start_step` {log.profile.start_step} is never reached in {steps} steps. Use a smaller one."
+
+
+def _wandb(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        key = f"`log.wandb.{name}`"
+        if name in _WANDB_OURS:
+            yield f"{key} is set by Freight itself; got {shown(value)}. Remove it."
+        elif name not in _WANDB:
+            yield (
+                f"{key} is no argument of wandb.init; got {shown(value)}.{did_you_mean(name, _WANDB)} "
+                f"Known: {', '.join(_WANDB)}."
+            )
 
 
 def fit_faults(config: Config, arch: Architecture) -> list[str]:

@@ -55,8 +55,8 @@ def load_config(
     Raises:
         ConfigError: All faults, one sentence each.
     """
-    written = _expand(read_mapping(FilePath(path)))
-    found = [*_no_text_keys(written), *apply_aliases(written, notice)]
+    written, found = _expand(read_mapping(FilePath(path)))
+    found += [*_no_text_keys(written), *apply_aliases(written, notice)]
     over, problems = _overrides(overrides)
     found += [*problems, *apply_aliases(over, notice)]
     raw, problems = _merged(written, over)
@@ -172,13 +172,30 @@ def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     tree[parts[-1]] = value
 
 
-def _expand(raw: dict[Any, Any]) -> dict[str, Any]:
-    """`train.steps: 10` at the top of a file means the same as the nested form."""
+def _expand(raw: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`train.steps: 10` at the top of a file means the same as the nested form; both must agree where both stand."""
     out = {key: value for key, value in raw.items() if not (isinstance(key, str) and "." in key.strip("."))}
+    problems: list[str] = []
     for key, value in raw.items():
         if key not in out:
-            _put(out, key.split("."), value)
-    return out
+            for part in reversed(key.split(".")):
+                value = {part: value}
+            _join(out, value, (), problems)
+    return out, problems
+
+
+def _join(tree: dict[Any, Any], more: dict[Any, Any], path: Path, problems: list[str]) -> None:
+    """Put more keys into a tree, with a sentence for each that is there already and says something else."""
+    for key, value in more.items():
+        present = tree.setdefault(key, value)
+        if isinstance(present, dict) and isinstance(value, dict) and present is not value:
+            tree[key] = present = dict(present)
+            _join(present, value, (*path, key), problems)
+        elif present != value or type(present) is not type(value):
+            name = ".".join(map(str, (*path, key)))
+            problems.append(
+                f"`{name}` stands twice, nested as {shown(present)} and dotted as {shown(value)}. Keep one of the two."
+            )
 
 
 def _no_text_keys(node: Any) -> list[str]:

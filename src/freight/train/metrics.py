@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from freight.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb/freight-run-id.txt"
 
 
 class MetricSink(Protocol):
@@ -46,7 +47,7 @@ class MetricLog:
             drops all lines.
 
     Raises:
-        ConfigError: wandb is asked for and not installed.
+        ConfigError: wandb is asked for and not installed, or refuses its arguments.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class MetricLog:
         if tensorboard:
             self._sinks.append(TensorBoardSink(folder / "tensorboard", resumed_step))
         if wandb is not None:
-            self._sinks.append(WandbSink(folder, wandb, config or {}))
+            self._sinks.append(WandbSink(folder, wandb, config or {}, resumed=resumed_step is not None))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line.
@@ -109,9 +110,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run."""
+    """A Weights & Biases run, which a resumed run of ours continues."""
 
-    def __init__(self, folder: Path, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, options: Mapping[str, Any], config: Mapping[str, Any], *, resumed: bool = False
+    ) -> None:
         try:
             import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an optional extra
         except ImportError:
@@ -119,7 +122,21 @@ class WandbSink:
                 "`log.wandb` is set but the package wandb is not installed. "
                 "Run `pip install 'freight[wandb]'`, or set log.wandb=null."
             ) from None
-        self._run = wandb.init(dir=str(folder), config=dict(config), **options)
+        remembered = folder / WANDB_ID_FILE
+        given = dict(options)
+        if resumed and remembered.exists() and "id" not in given:
+            given["id"] = remembered.read_text(encoding="utf-8").strip()
+        if "id" in given:
+            given["resume"] = "allow"
+        try:
+            self._run = wandb.init(dir=str(folder), config=dict(config), **given)
+        except Exception as error:  # its own errors share no base with anything, and all of them are the options'
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(
+                f"`log.wandb`: wandb.init refuses: {words}. Change its arguments, or set log.wandb=null."
+            ) from None
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        remembered.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers."""
