@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from freight.config.schema import DataConfig
+from freight.config.schema import DataConfig, Source
 from freight.data.build import open_rows
 from freight.data.loader import StepLoader
 from freight.data.pack_files import pack_to_files
@@ -94,6 +94,24 @@ def test_what_cannot_be_is_refused_before_anything_is_read(tmp_path):
         rows_of(config_of(missing, packing={"algorithm": "split"}, format="messages"))
     with pytest.raises(ConfigError, match=r"multiple of data\.packing\.document_multiple 3; got 8\. Use 6 or 9"):
         rows_of(config_of(missing, packing={"document_multiple": 3}))
+
+
+def test_what_a_packed_file_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.streaming. has no effect on a packed file"):
+        packed(config_of(tmp_path, streaming=True), tmp_path)
+    weighted = config_of(tmp_path).model_copy(
+        update={"train": (Source(path="a", weight=1), Source(path="b", weight=2))}
+    )
+    with pytest.raises(ConfigError, match=r"weight. has no effect in a packed file"):
+        packed(weighted, tmp_path)
+
+
+def test_weights_reach_the_rows(texts, chats):
+    sources = [{"path": str(texts), "weight": 1}, {"path": str(texts), "weight": 3}]
+    rows = rows_of(config_of("-").model_validate({**config_of("-").model_dump(exclude_unset=True), "train": sources}))
+    assert rows.packing["weights"] == {"texts": 1, "texts-2": 3}
+    documents = [int(d) for n in range(rows.num_rows) for d in rows.row(0, 0, n).documents]
+    assert sum(d >= 20 for d in documents) == 30
 
 
 def test_split_is_refused_for_detected_conversations(chats):

@@ -1,3 +1,6 @@
+from collections import Counter
+from itertools import islice
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,7 +8,9 @@ from hypothesis import strategies as st
 
 from freight.data.document_order import MixedSources, documents_per_source
 from freight.data.documents import InMemoryDocuments, make_document
+from freight.data.loader import StepLoader
 from freight.data.mixture import LARGEST_PERIOD, Mixture
+from freight.data.rows import DocumentRows
 from freight.errors import DataError
 
 
@@ -94,3 +99,75 @@ def test_sources_are_counted(counts):
     spread = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     documents = InMemoryDocuments([make_document([1], [True])] * len(spread), sources=spread)
     assert documents_per_source(documents, names) == counts
+
+
+def mixed_rows(counts, weights, **options):
+    spread = [f"s{n}" for n, count in enumerate(counts) for _ in range(count)]
+    made = [make_document([i + 1] * (1 + i % 7), [True] * (1 + i % 7)) for i in range(len(spread))]
+    named = {f"s{n}": weight for n, weight in enumerate(weights)}
+    return DocumentRows(InMemoryDocuments(made, sources=spread), "first_fit_shuffle", 8, weights=named, **options)
+
+
+def documents_of(step):
+    return [d for batch in step.microbatches for d in batch.documents if d >= 0]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_have_what_the_mixture_takes(window):
+    rows = mixed_rows([3, 9], [3, 1], window_documents=window)
+    loader = StepLoader(rows, rows_per_step=3, micro_batch_tokens=8, epochs=4)
+    stream = [document for step in loader for document in documents_of(step)]
+    assert len(stream) == 4 * 12
+    assert sum(document < 3 for document in stream) == 36, "3 of 4, that is 12 passes over the small source"
+    large = Counter(document for document in stream if document >= 3)
+    assert sorted(large) == list(range(3, 12)) and sorted(large.values()) == [1] * 6 + [2] * 3
+    assert rows.num_tokens == sum(
+        int(rows.row(0, w, n).num_tokens) for w in range(3) for n in range(rows.rows_in(0, w))
+    )
+    assert [share._asdict() for share in rows.mixture] == [
+        {"name": "s0", "documents": 3, "share": 0.75, "taken": 9},
+        {"name": "s1", "documents": 9, "share": 0.25, "taken": 3},
+    ]
+    assert str(rows.mixture[0]) == "s0 75.00%, 9 of its 3 documents (3.00 passes)"
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_a_mixture_resumes_anywhere_on_any_ranks(data):
+    counts = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=3))
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(counts), max_size=len(counts)))
+    window = data.draw(st.sampled_from([None, 4]))
+
+    def loaders(ranks, state=None):
+        made = [
+            StepLoader(
+                mixed_rows(counts, weights, window_documents=window),
+                rows_per_step=4, micro_batch_tokens=8, epochs=3, data_ranks=ranks, rank=rank,
+                num_workers=data.draw(st.sampled_from([0, 1, 3])),
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        for loader in made:
+            if state:
+                loader.load_state_dict(state)
+        return made
+
+    straight = [sorted(documents_of(step)) for step in loaders(1)[0]]
+    stop = data.draw(st.integers(1, len(straight)))
+    first = loaders(data.draw(st.sampled_from([1, 2, 4])))
+    joined = [
+        sorted(d for step in steps for d in documents_of(step)) for steps in islice(zip(*first, strict=True), stop)
+    ]
+    second = loaders(data.draw(st.sampled_from([1, 2, 4])), first[0].state_dict())
+    joined += [sorted(d for step in steps for d in documents_of(step)) for steps in zip(*second, strict=True)]
+    assert joined == straight
+
+
+def test_other_weights_are_a_change_of_the_data():
+    state = StepLoader(mixed_rows([3, 3], [1, 1]), rows_per_step=2, micro_batch_tokens=8, epochs=1).state_dict()
+    other = StepLoader(mixed_rows([3, 3], [1, 2]), rows_per_step=2, micro_batch_tokens=8, epochs=1)
+    with pytest.raises(DataError, match=r"packing weights \{'s0': 1, 's1': 1\} -> \{'s0': 1, 's1': 2\}"):
+        other.load_state_dict(state)
+    plain = StepLoader(mixed_rows([3, 3], []), rows_per_step=2, micro_batch_tokens=8, epochs=1)
+    with pytest.raises(DataError, match=r"packing weights .* -> None"):
+        plain.load_state_dict(state)

@@ -6,7 +6,7 @@ import pytest
 
 from freight.config.schema import DataConfig, Source
 from freight.data.readers import read_file
-from freight.data.sources import resolve_sources
+from freight.data.sources import resolve_sources, short_name, unique_name
 from freight.errors import DataError
 
 
@@ -194,3 +194,12 @@ def test_what_is_no_path_and_not_on_the_hub_is_refused(tmp_path, monkeypatch):
     assert "second line" not in str(caught.value)
     with pytest.raises(DataError, match=r"plain name such as train; got 'train.:10%.'. Cut with max_records"):
         resolve((Source(path="owner/name", split="train[:10%]"),))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("data/chats.jsonl.gz", "chats"), ("data/chats-*.jsonl", "chats"), ("data/v1.2.txt", "v1.2"), ("*.json", "data")],
+)
+def test_a_source_is_called_by_its_path_without_endings(path, name):
+    assert unique_name(short_name(path), []) == name
+    assert unique_name(short_name(path), [name]) == f"{name}-2"

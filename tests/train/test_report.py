@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -121,6 +122,23 @@ def test_is_one_file_without_scripts_for_any_number_of_steps(tmp_path: Path, ste
     assert not re.search(r"https?://|url\(|@import", text)
     assert len(text) < 1_000_000
     assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_the_mixture_of_sources_is_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 2)
+    data = json.loads((folder / "data.json").read_text())
+    assert "Mixture of sources" not in read(folder).words
+    data["mixture"] = [{"name": "special", "documents": 36, "share": 0.75, "taken": 154}]
+    write_json(folder / "data.json", data)
+    page = read(folder)
+    for words in ("Mixture of sources", "special", "75.00%", "154", "4.28"):
+        assert words in page.words, words
+
+
+def test_a_stream_without_facts_has_a_page_too(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 2)
+    write_json(folder / "data.json", {})
+    assert "Packing efficiency" not in read(folder).words
 
 
 def test_an_empty_folder_has_a_page_too(tmp_path: Path) -> None:

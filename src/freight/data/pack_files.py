@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from freight.config.data_checks import WITHOUT_TURNS, algorithm, longest_document, pack_size
-from freight.config.schema import DataConfig, PackingConfig
+from freight.config.schema import DataConfig, PackingConfig, Source
 from freight.data.build import check_sizes, data_seed
 from freight.data.documents import Documents
 from freight.data.npy_file import check_npy_mask
@@ -128,6 +128,10 @@ def check_request(config: DataConfig, sizes: Sequence[int], file_format: str, np
             faults.append(f"`--npy-mask` has no effect with `--format {file_format}`. Remove it.")
     except ConfigError as error:
         faults.extend(error.faults)
+    if config.streaming:
+        faults.append("`data.streaming` has no effect on a packed file, for which everything is read. Remove it.")
+    if any(isinstance(source, Source) and source.weight is not None for source in config.train or ()):
+        faults.append("`weight` has no effect in a packed file, which holds every document once. Remove the weights.")
     repeated = sorted({size for size in sizes if list(sizes).count(size) > 1})
     if repeated:
         faults.append(f"`--pack-sizes` names {', '.join(map(str, repeated))} more than once; name each size once.")

@@ -70,7 +70,7 @@ def resolve_sources(entries: str | Sequence[str | Source], config: DataConfig) -
             refuse_uncached(source, files)
         resolved.append(
             SourceFiles(
-                name=unique_name(source.name or Path(source.path).stem, [s.name for s in resolved]),
+                name=unique_name(source.name or short_name(source.path), [s.name for s in resolved]),
                 path=source.path,
                 files=tuple(files),
                 kind=kind if record is None else kind_of_record(record, kind, source.path),
@@ -212,9 +212,17 @@ def kind_of(file: Path) -> str:
     return KINDS[suffix]
 
 
+def short_name(path: str) -> str:
+    """Last part of a path, without what says its kind: `data/chats-*.jsonl.gz` -> `chats-*`."""
+    name = Path(path).name or Path(path).absolute().name
+    while Path(name).suffix.lower() in (*KINDS, *COMPRESSED):
+        name = Path(name).stem
+    return name
+
+
 def unique_name(name: str, taken: Sequence[str]) -> str:
     """A file-name-safe source name that no earlier source has."""
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name).strip("_") or "data"
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name).strip("_-.") or "data"
     candidates = [safe, *(f"{safe}-{n}" for n in range(2, len(taken) + 2))]
     return next(candidate for candidate in candidates if candidate not in taken)
 
