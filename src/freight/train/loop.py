@@ -26,7 +26,7 @@ from freight.train.data_facts import data_facts
 from freight.train.evaluate import Evaluation, evaluate
 from freight.train.flops import device_peak, peak_memory_bytes, trained_part
 from freight.train.launch import environment, launched
-from freight.train.metrics import MetricLog
+from freight.train.metrics import MetricLog, read_metrics
 from freight.train.profile import StepProfiler
 from freight.train.report import write_report
 from freight.train.resume import (
@@ -224,9 +224,11 @@ class Loop:
         )
         self._status("running")
         try:
-            if self._counters.step == 0 and self._config.train.evaluate_every_steps is not None:
+            if self._evaluated_before():
+                self._evaluated_step = self._counters.step
+            if self._evaluation_due():
                 self._evaluate()
-            with StepProfiler(log.profile, self._run_dir, self._trainable.device) as profiler:
+            with StepProfiler(log.profile, self._run_dir, self._trainable.device, self._counters.step) as profiler:
                 self._steps(signals, profiler)
             return self._end(signals)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -253,7 +255,7 @@ class Loop:
             self._refuse_endless_skipping()
             if signals.requested is not None:
                 break
-            if train.evaluate_every_steps is not None and step % train.evaluate_every_steps == 0:
+            if self._evaluation_due():
                 self._evaluate()
             if checkpoint.every_steps is not None and step % checkpoint.every_steps == 0:
                 self._save()
@@ -306,6 +308,15 @@ class Loop:
                 f"gradients were not finite in {limit} steps in a row, the last one {self._counters.step} "
                 "(`train.max_nonfinite_steps`). Lower the learning rate, or look at the data of these steps."
             )
+
+    def _evaluation_due(self) -> bool:
+        every = self._config.train.evaluate_every_steps
+        return every is not None and self._counters.step % every == 0
+
+    def _evaluated_before(self) -> bool:
+        """Whether this step's evaluation was made before a resume; a signal stops a run without it."""
+        step = self._counters.step
+        return any(line["step"] == step and "eval/loss" in line for line in read_metrics(self._run_dir))
 
     def _evaluate(self) -> None:
         rows, step, total = self._prepared.validation, self._counters.step, self._prepared.total_steps

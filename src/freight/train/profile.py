@@ -18,19 +18,21 @@ class StepProfiler:
         config: Which steps.
         run_dir: The trace goes to `profile/` in it.
         device: Where the model computes.
+        step: Steps done before; steps of the whole run count, whatever was resumed.
     """
 
-    def __init__(self, config: ProfileConfig | None, run_dir: Path, device: torch.device) -> None:
+    def __init__(self, config: ProfileConfig | None, run_dir: Path, device: torch.device, step: int = 0) -> None:
         self._profile: profile | None = None
-        if config is None:
+        if config is None or config.start_step < step:
             return
         self._folder = run_dir / "profile"
         self._cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        warmup = min(1, config.start_step)
+        ahead = config.start_step - step
+        warmup = min(1, ahead)
         self._profile = profile(
             activities=activities,
-            schedule=schedule(wait=config.start_step - warmup, warmup=warmup, active=config.steps, repeat=1),
+            schedule=schedule(wait=ahead - warmup, warmup=warmup, active=config.steps, repeat=1),
             on_trace_ready=self._write,
         )
 
