@@ -54,6 +54,8 @@ class Document:
 
         Consecutive pieces together have every input once and every target once.
         """
+        if (start, stop) == (0, len(self)):
+            return self
         tail = self.tail_label
         if stop < len(self):
             tail = int(self.ids[stop]) if self.loss_mask[stop] else NO_TAIL
