@@ -241,7 +241,7 @@ class Loop:
             self._log.close()
 
     def _steps(self, signals: StopSignals, profiler: StepProfiler) -> None:
-        train, checkpoint, total = self._config.train, self._config.checkpoint, self._prepared.total_steps
+        checkpoint, total = self._config.checkpoint, self._prepared.total_steps
         began = time.perf_counter()
         for data in self._loader:
             waited = time.perf_counter() - began
