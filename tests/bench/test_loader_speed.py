@@ -1,6 +1,6 @@
 import time
 
-from freight.bench.loader import copied, loader_throughput, synthetic_rows, waiting
+from freight.bench.loader_speed import copied, loader_throughput, synthetic_rows, waiting
 from freight.data.loader import StepLoader
 
 
