@@ -1,0 +1,1 @@
+"""Runners that trade memory for time: recompute and chunk streaming, and the tensor stores they keep things in."""
