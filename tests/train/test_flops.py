@@ -20,6 +20,7 @@ from freight.train.flops import (
     measured_gemm_rate,
     peak_memory_bytes,
     step_flops,
+    table_peak,
     total_parameters,
 )
 from tests.nn.small_decoders import SMALL, VARIANTS
@@ -78,3 +79,20 @@ def test_peaks_and_memory_are_measured() -> None:
     block = torch.ones(before // 4 + 8 * 2**20)
     assert peak_memory_bytes(torch.device("cpu")) >= before
     assert before > block.element_size()
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_a_device_is_known_by_whole_words(name: str, peak: float | None) -> None:
+    assert table_peak(name) == peak

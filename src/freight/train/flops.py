@@ -203,10 +203,16 @@ def device_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.
         rate = measured_gemm_rate(dtype, seconds=seconds)
         return Peak(rate, f"{str(dtype).removeprefix('torch.')} GEMM rate measured at start")
     name = torch.cuda.get_device_name(device)
-    known = next((peak for key, peak in BF16_PEAKS.items() if key in name), None)
+    known = table_peak(name)
     if known is None or dtype not in (torch.bfloat16, torch.float16):
         return None
     return Peak(known, f"table value of {name}")
+
+
+def table_peak(name: str) -> float | None:
+    """The table's value for a device by the words of its name: an A10G is no A10, and an RTX A1000 no A100."""
+    words = f" {name.replace('-', ' ')} "
+    return next((peak for key, peak in BF16_PEAKS.items() if f" {key} " in words), None)
 
 
 def measured_gemm_rate(dtype: torch.dtype, *, seconds: float = 0.3, size: int = GEMM_SIZE) -> float:
