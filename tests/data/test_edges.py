@@ -1,4 +1,4 @@
-"""From files to steps: what happens where data and steps do not fit each other; and order never depends on who reads."""
+"""From files to steps: what happens where data and steps do not fit each other; order never depends on who reads."""
 
 import json
 from itertools import islice
