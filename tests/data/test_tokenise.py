@@ -33,10 +33,18 @@ def write(path, *records):
     return str(path)
 
 
-def run(train, tokenizer=TOKENIZER, output_dir=None, vocab_size=VOCABULARY, progress=None, **options):
+def run(train, tokenizer=TOKENIZER, output_dir=None, vocab_size=VOCABULARY, progress=None, processes=None, **options):
     options = {"sequence_length": 256, "cache_dir": None, **options}
     config = DataConfig(train=train, **options)
-    return tokenise(config.train, config, tokenizer, vocab_size=vocab_size, output_dir=output_dir, progress=progress)
+    return tokenise(
+        config.train,
+        config,
+        tokenizer,
+        vocab_size=vocab_size,
+        output_dir=output_dir,
+        progress=progress,
+        processes=processes,
+    )
 
 
 def texts(documents):
