@@ -157,6 +157,57 @@ def test_a_template_that_drops_an_answer_is_refused():
         supervised(encoder_of(hiding), messages_of("u:a", "a:hello"))
 
 
+SAYING = "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        (styles.CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'user'"), ("u:a", "a:b", "u:c", "a:d")),
+        (styles.CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'user'"), ("u:a", "a:b", "u:c")),
+        (styles.CHATML_MARKED.replace("m.role == 'assistant'", "loop.last"), ("u:a", "a:b", "u:c", "a:d")),
+        (styles.CHATML_MARKED.replace(SAYING, SAYING.replace("m.content", "m.content[-1]")), ("u:a", "a:hello")),
+        (styles.CHATML_MARKED.replace(SAYING, "{% generation %}<|im_end|>{% endgeneration %}"), ("u:a", "a:b")),
+        (styles.CHATML_MARKED.replace(SAYING, SAYING * 2).replace("m.content + '", "m.content[0] + '"),
+         ("u:a", "a:hello")),
+    ],
+    ids=["users", "users, another number", "last only", "last letter", "end only", "two blocks, first letters"],
+)  # fmt: skip
+def test_marks_around_something_else_than_the_answers_are_refused(template, turns):
+    with pytest.raises(RecordFault) as caught:
+        supervised(encoder_of(template), messages_of(*turns))
+    assert caught.value.reason is Reason.UNSTABLE_TEMPLATE
+    assert "decode" in caught.value.message
+
+
+def test_several_marked_blocks_of_a_turn_are_its_text_together():
+    halves = "{% generation %}{{ m.content[:2] }}{% endgeneration %}{% generation %}{{ m.content[2:] + '<|im_end|>' }}"
+    template = styles.CHATML_MARKED.replace("{% generation %}{{ m.content + '<|im_end|>' }}", halves)
+    assert supervised(encoder_of(template), messages_of("u:a", "a:hello", "u:a", "a:you")) == [
+        "hello<|im_end|>",
+        "you<|im_end|>",
+    ]
+
+
+def test_a_call_outside_the_marks_is_refused():
+    outside = styles.CHATML_MARKED.replace(
+        "{% endgeneration %}", "{% endgeneration %}{{ m.tool_calls[0].function.name }}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    sample = convert({"messages": [{"role": "user", "content": "a"}, call]}, "messages", lambda key: None)
+    with pytest.raises(RecordFault, match="hold no call of 'add'"):
+        supervised(encoder_of(outside), sample)
+
+
+def test_reasoning_may_be_dropped_up_to_its_closing_tag_and_nothing_else():
+    dropping = styles.CHATML_MARKED.replace(SAYING, SAYING.replace("m.content +", "m.content.split('WORD')[-1] +"))
+    for word in ("</think>", "</seed:think>", "[/THINK]", "<|end_of_thought|>"):
+        encoder = encoder_of(dropping.replace("WORD", word))
+        assert supervised(encoder, messages_of("u:a", f"a:<think>x{word}yes")) == ["yes<|im_end|>"]
+    with pytest.raises(RecordFault, match="do not decode"):
+        supervised(encoder_of(dropping.replace("WORD", ",")), messages_of("u:a", "a:no, yes"))
+
+
 def test_weights_switch_single_answers_off():
     messages = [
         {"role": "user", "content": "a"},

@@ -308,6 +308,16 @@ def test_the_summary_says_what_was_noticed(tmp_path):
     assert json.loads(json.dumps(metadata)) == metadata
 
 
+def test_a_template_that_leaves_questions_out_is_told(tmp_path):
+    last = "{% generation %}{{ messages[-1].content }}<|im_end|>{% endgeneration %}"
+    documents = run(write(tmp_path / "c.jsonl", chat("why?", "b"), chat("why?", "c")), small_tokenizer(last))
+    (warning,) = documents.metadata["warnings"]
+    assert warning == (
+        "the chat template leaves out a user's or system message of 2 records among those looked at, such as 'why?'"
+    )
+    assert run(write(tmp_path / "c.jsonl", chat(" why? ", "b"))).metadata["warnings"] == []
+
+
 def test_names_that_the_template_does_not_write_are_told(tmp_path):
     named = chat("a", "b")
     named["messages"][0]["name"] = "Ann"

@@ -115,6 +115,11 @@ class Books:
                 f"{self.counts.straddling_tokens:,} of {self.tokens:,} tokens cover supervised and other text, such "
                 f"as {self.counts.straddling_example!r}; they are supervised"
             )
+        if self.counts.unwritten:
+            self.warnings.append(
+                f"the chat template leaves out a user's or system message of {self.counts.unwritten:,} records among "
+                f"those looked at, such as {self.counts.unwritten_example}"
+            )
         if self.ignored:
             listed = ", ".join(f"{key} ({count:,})" for key, count in self.ignored.most_common())
             self.notices.append(f"keys that are not used: {listed}")

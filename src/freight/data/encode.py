@@ -19,10 +19,11 @@ from freight.data.formats import PromptCompletion, Sample, Text
 from freight.data.masks import TokenMask, mask_tokens
 from freight.data.messages import Conversation, first_group, for_template
 from freight.data.records import Reason, RecordFault, shorten
-from freight.data.spans import Delimiters, Span, carries, find_spans
+from freight.data.spans import Delimiters, Span, find_spans
 from freight.data.template import ChatTemplate
 from freight.data.tokenizer import Encoded, Encoder
 from freight.data.truncation import TooLong, check_policy, shorten_document
+from freight.data.turn_checks import check_turns, unwritten
 from freight.errors import DataError
 
 CHECKED_FIRST = 1000
@@ -40,6 +41,8 @@ class EncodeCounts:
     trailing_unsupervised: int = 0
     documents_cut: int = 0
     tokens_cut: int = 0
+    unwritten: int = 0
+    unwritten_example: str = ""
 
     def add(self, other: EncodeCounts) -> None:
         """Take in what was noticed of the records that follow."""
@@ -155,6 +158,11 @@ class SampleEncoder:
         if isinstance(sample, Conversation):
             document, mask = self._finish_chat(prepared, sample, pieces[0], thorough=thorough)
             self._count_chat(sample, prepared.texts[0], pieces[0], mask)
+            if thorough and (missing := unwritten(sample, prepared.texts[0])):
+                self.counts.unwritten += 1
+                self.counts.unwritten_example = self.counts.unwritten_example or shorten(
+                    sample.messages[missing[0]]["content"]
+                )
         elif isinstance(sample, PromptCompletion):
             document = self._finish_pair(pieces[0], pieces[1])
         else:
@@ -190,7 +198,7 @@ class SampleEncoder:
     ) -> tuple[Document, TokenMask]:
         mask = mask_tokens(prepared.texts[0], encoded, prepared.spans, self._encoder.special_ids)
         if self._config.train_on != "all":
-            self._check_turns(conversation, encoded, mask, thorough=thorough)
+            check_turns(conversation, encoded, mask, self._encoder, thorough=thorough)
         ends = self._eos() if self._config.eos == "always" and self._lacks_end(conversation, mask) else []
         added = [token for token in self._encoder.front_ids if token == self._encoder.bos_id]
         front = self._front(encoded.ids[:1], added)
@@ -241,30 +249,6 @@ class SampleEncoder:
         if mask.straddling and not counts.straddling_example:
             at = mask.straddling[0]
             counts.straddling_example = text[encoded.starts[at] : encoded.stops[at]]
-
-    def _check_turns(self, conversation: Conversation, encoded: Encoded, mask: TokenMask, *, thorough: bool) -> None:
-        """Each supervised turn has tokens, and (for a sample of records) they decode to its content.
-
-        Raises:
-            RecordFault: `unstable_template`: the mask would not be what the record says.
-        """
-        for turn in mask.turns:
-            if turn.span.turn is None:
-                continue
-            content, where = conversation.messages[turn.span.turn]["content"], f"messages[{turn.span.turn}].content"
-            if content.strip() and turn.start == turn.stop:
-                raise RecordFault(Reason.UNSTABLE_TEMPLATE, where, "the template renders no token of this turn")
-            if thorough and not self._decodes_to(encoded.ids[turn.start : turn.stop - turn.ends], content):
-                raise RecordFault(
-                    Reason.UNSTABLE_TEMPLATE, where, "the supervised tokens do not decode to this turn's content"
-                )
-
-    def _decodes_to(self, ids: Any, content: str) -> bool:
-        decoded = self._encoder.decode(ids)
-        if carries(decoded, content):
-            return True
-        normalised = self._encoder.decode(self._encoder.encode([content])[0].ids)
-        return carries(decoded, normalised)
 
     def _drop_oldest_turns(self, conversation: Conversation, document: Document) -> Document:
         """Render again without the oldest user..assistant groups until it fits; system and tools stay."""

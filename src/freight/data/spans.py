@@ -8,6 +8,7 @@ to a user's text would be found in the wrong place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,11 @@ from freight.data.template import ChatTemplate
 from freight.data.tokenizer import common_prefix
 
 SHOWN_CHARACTERS = 24
+# How reasoning ends: </think>, </seed:think>, </reasoning>, [/THINK], <|end_of_thought|>, <channel|>.
+REASONING_END = re.compile(
+    r"</[\w:]*(?:think|thought|reason|analysis)\w*>|\[/think\]|<\|/?\w*(?:think|thought|reason)\w*\|>|<channel\|>",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -161,9 +167,16 @@ def delimited_spans(text: str, delimiters: Delimiters, conversation: Conversatio
 
 
 def carries(rendered: str, content: str) -> bool:
-    """Whether rendered text holds a turn's content, white space aside.
+    """Whether rendered text holds a turn's content, or what is left of it without its reasoning; white space aside."""
+    found, wanted = squashed(rendered), squashed(content)
+    return wanted in found or (found != "" and found in (after_reasoning(wanted), wanted))
 
-    A template may shorten a turn from the front (dropped reasoning), so a non-empty end of the content is enough.
-    """
-    squashed, wanted = "".join(rendered.split()), "".join(content.split())
-    return wanted in squashed or (squashed != "" and wanted.endswith(squashed))
+
+def squashed(text: str) -> str:
+    """Text without its white space, which templates trim and tokenizers change."""
+    return "".join(text.split())
+
+
+def after_reasoning(text: str) -> str:
+    """What stands behind the last closing tag of reasoning, `</think>` or `[/THINK]`; all of it if there is none."""
+    return REASONING_END.split(text)[-1]
