@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from freight.config.schema import DataConfig
     from freight.data.documents import Document
     from freight.data.packed_file import PackedFile
+    from freight.data.rows import Row
 
 # Without a bound, one record of a long file would be cut or refused; showing needs no limit.
 ANY_LENGTH = 2**30
@@ -60,11 +61,15 @@ def show_row(file: PackedFile, number: int, tokenizer: str | None, *, ids: bool 
     """
     if not 0 <= number < len(file):
         raise DataError(f"{file.path}: row {number} does not exist; rows are 0 to {len(file) - 1}.")
+    show_spans(file[number], tokenizer, ids=ids)
+
+
+def show_spans(row: Row, tokenizer: str | None, *, ids: bool = False) -> None:
+    """Print the documents of a row; ids only, where there is no tokenizer."""
     from freight.data.documents import make_document
     from freight.data.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
-    row = file[number]
     start = 0
     for document, length, tail in zip(row.documents, row.lengths, row.tail_labels, strict=True):
         stop = start + int(length)

@@ -59,8 +59,8 @@ def convert(
         rows = NpyFile(source, mask, None if tokenizer is None else pad_id(tokenizer))
         metadata = npy_metadata(rows, pack_size, "--pack-sizes", tokenizer, progress)
     else:
-        file = PackedFile(source)
-        rows, metadata = (file[number] for number in range(len(file))), file.metadata
+        rows = PackedFile(source)
+        metadata = rows.metadata
     write_packed(output, rows, metadata, npy_mask=mask, progress=progress)
     return metadata
 
@@ -93,7 +93,7 @@ def _check_convert(
 def npy_metadata(
     file: NpyFile,
     pack_size: int | None,
-    key: str,
+    key: str | None,
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def npy_metadata(
     Args:
         file: The file.
         pack_size: Tokens of a row.
-        key: What the user sets it by.
+        key: What the user sets it by; None = the fullest row counts where it is not given.
         tokenizer: That made the ids, where it is known.
         progress: See `convert`.
 
@@ -128,11 +128,12 @@ def npy_metadata(
             progress(number + 1, len(file), f"read {file.path.name}")
     if not len(file):
         raise DataError(f"{file.path}: holds no rows.")
-    if pack_size is None:
+    if pack_size is None and key is not None:
         raise ConfigError(
             f"`{key}` is missing: an .npy file does not say how long its rows are. The fullest of {file.path} has "
             f"{fullest:,} tokens; give the size that it was packed with."
         )
+    pack_size = fullest if pack_size is None else pack_size
     content = _content_hash(file.path)
     notices, warnings = _remarks(file, tokenizer is not None)
     return {

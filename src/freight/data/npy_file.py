@@ -113,7 +113,8 @@ def _integers(value: Any, key: str) -> np.ndarray:
             raise ValueError(f"`{key}` holds {error}.") from None
     if not isinstance(value, np.ndarray):
         raise ValueError(f"`{key}` must be a list of integers; got {type(value).__name__}.")
-    whole = value.astype(np.int64) if value.dtype.kind in "biuf" else value
+    with np.errstate(invalid="ignore"):  # nan and inf become some integer, which differs from them
+        whole = value.astype(np.int64) if value.dtype.kind in "biuf" else value
     odd = np.flatnonzero(whole != value) if whole is not value else np.arange(min(1, len(value)))
     if len(odd):
         raise ValueError(f"`{key}` must be a list of integers; got {value[odd[0]]} at place {odd[0]}.")

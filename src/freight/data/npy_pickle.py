@@ -122,8 +122,10 @@ def read_header(path: Path) -> tuple[int, int]:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             start = file.tell()
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path}: is no .npy file ({str(error).splitlines()[0]}).") from None
+    except OSError:
+        raise
+    except Exception as error:  # whatever NumPy's parser of the header raises, the file is the user's to fix
+        raise DataError(f"{path}: is no .npy file ({(str(error) or type(error).__name__).splitlines()[0]}).") from None
     if not dtype.hasobject or len(shape) != 1:
         raise DataError(f"{path}: holds an array of {dtype} with shape {shape}; expected a list of rows.")
     return shape[0], start
@@ -180,7 +182,8 @@ def _operations(data: mmap.mmap, place: int) -> Iterator[tuple[int, Any]]:
             yield op, data[place : place + size]
             place += size
         elif op == GLOBAL:
-            end = data.find(b"\n", data.find(b"\n", place) + 1)
+            middle = data.find(b"\n", place)
+            end = -1 if middle < 0 else data.find(b"\n", middle + 1)
             if end < 0:
                 raise ValueError("it ends in the middle of a name")
             yield op, data[place:end].replace(b"\n", b".")

@@ -181,6 +181,25 @@ def table(reports: Sequence[PackReport]) -> list[str]:
             for report in reports
         ),
     ]
+    return _aligned(cells)
+
+
+def table_of_file(metadata: dict[str, Any]) -> list[str]:
+    """The same for a packed file, from what it says about itself."""
+    line = (
+        str(metadata["pack_size"]),
+        metadata["algorithm"],
+        f"{metadata['num_documents']:,}",
+        f"{metadata['num_rows']:,}",
+        f"{metadata['packing_factor']:.2f}",
+        f"{metadata['efficiency']:.1%}",
+        f"{metadata['fill']:.1%}",
+        f"{metadata['max_documents_per_row']} docs",
+    )
+    return _aligned([HEADINGS[: len(line)], line])
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(

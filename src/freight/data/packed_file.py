@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,9 @@ class PackedFile:
         if len(mask) != len(ids) or lengths.sum() != len(ids) or lengths.min(initial=1) < 1:
             raise DataError(f"{self.path}: row {number} is damaged: lengths {lengths.tolist()} for {len(ids)} tokens.")
         return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
 
     def shape(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of every span, and real tokens of every row; reads no ids."""

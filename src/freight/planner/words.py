@@ -81,7 +81,8 @@ def _data_words(plan: Plan) -> Iterator[str]:
     else:
         by_format = data is None and packing is not None and packing.algorithm is None and config.data.format == "auto"
         how = f"packed by {by}{' (text: split)' if by_format else ''}"
-    yield f"rows: {plan.pack_size:,} tokens, {how}; documents up to {config.data.sequence_length:,} tokens"
+    longest = config.data.sequence_length or (data.max_length if data else plan.pack_size)
+    yield f"rows: {plan.pack_size:,} tokens, {how}; documents up to {longest:,} tokens"
     if data is not None:
         yield (
             f"data: {data.num_documents:,} documents, {data.num_tokens:,} tokens in {data.num_rows:,} rows "
@@ -106,7 +107,12 @@ def _step_words(plan: Plan) -> Iterator[str]:
         )
     else:
         if train.global_batch_documents is not None and data is not None:
-            yield batch_size_sentence(train.global_batch_documents, data.packing_factor, data.num_rows)
+            yield batch_size_sentence(
+                train.global_batch_documents,
+                data.packing_factor,
+                data.num_rows,
+                drop_last=plan.config.data.drop_last,
+            )
         ranks = "" if plan.world_size == 1 else f" x {plan.world_size} ranks"
         filler = f", {plan.filler_rows} of them filler without labels" if plan.filler_rows else ""
         slots = plan.rows_per_step + plan.filler_rows
