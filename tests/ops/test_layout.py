@@ -39,6 +39,15 @@ def test_interleaved_pieces() -> None:
     assert layout.pieces(0) == ((0, 2), (4, 6), (8, 9)) and layout.pieces(1) == ((2, 4), (6, 8), (9, 10))
 
 
+def test_rows_of_ranks_take_a_share_together() -> None:
+    """Two rows of two: the share of each row, early and late piece, cut in two; chunks likewise."""
+    layout = SequenceLayout("zigzag", 16, 4, row=2)
+    assert [layout.pieces(rank) for rank in range(4)] == [((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),)]
+    layout = SequenceLayout("interleaved", 24, 4, chunk_tokens=16, row=2)
+    assert layout.pieces(0) == ((0, 4), (16, 18)) and layout.pieces(3) == ((8, 12), (20, 22))
+    assert SequenceLayout("zigzag_document", 13, 4, (0, 5, 13), row=2).tokens == 16
+
+
 def test_every_document_is_zigzag() -> None:
     """Whole multiples of 2P: each rank holds an early and the mirrored late piece of both documents."""
     layout = SequenceLayout("zigzag_document", 12, 2, (0, 4, 12))
@@ -51,13 +60,15 @@ def test_every_document_is_zigzag() -> None:
     kind=st.sampled_from(list(LayoutKind)),
     spans=st.lists(st.integers(1, 25), min_size=1, max_size=6),
     ranks=st.integers(1, 6),
+    row=st.none() | st.integers(1, 4),
     chunk=st.integers(1, 4),
 )
-def test_every_token_has_one_place(kind: LayoutKind, spans: list[int], ranks: int, chunk: int) -> None:
+def test_every_token_has_one_place(kind: LayoutKind, spans: list[int], ranks: int, row: int | None, chunk: int) -> None:
     starts = list(accumulate(spans, initial=0))
-    interleaved = kind == LayoutKind.INTERLEAVED
-    layout = SequenceLayout(kind, starts[-1], ranks, starts, chunk_tokens=chunk * ranks if interleaved else None)
-    assert layout.pad < (2 * ranks if kind == LayoutKind.ZIGZAG else ranks)
+    ranks *= row or 1
+    chunk_tokens = 2 * chunk * ranks if kind == LayoutKind.INTERLEAVED else None
+    layout = SequenceLayout(kind, starts[-1], ranks, starts, chunk_tokens=chunk_tokens, row=row)
+    assert layout.pad < layout.unit <= 2 * ranks
     inverse = layout.inverse().tolist()
     assert sorted(inverse) == list(range(layout.tokens))
     for rank in range(ranks):
@@ -66,6 +77,14 @@ def test_every_token_has_one_place(kind: LayoutKind, spans: list[int], ranks: in
         for place, position in enumerate(index):
             assert layout.rank_of(position) == rank
             assert inverse[position] == rank * layout.local_tokens + place
+    for number in range(layout.rows):
+        of_row = [
+            i for rank in range(number * layout.row, (number + 1) * layout.row) for i in layout.index(rank).tolist()
+        ]
+        share = [i for start, stop in layout.share(number) for i in range(start, stop)]
+        assert sorted(of_row) == share
+        if kind != LayoutKind.INTERLEAVED:
+            assert of_row == share, "a row's parts in rank order are its share"
 
 
 @settings(max_examples=60)
@@ -94,8 +113,13 @@ def test_wrong_integers_are_refused(arguments: tuple, message: str) -> None:
 
 
 def test_chunk_must_divide_over_ranks() -> None:
-    with pytest.raises(LayoutError, match="multiple of 4 ranks; got 6"):
+    with pytest.raises(LayoutError, match="multiple of 4 for 4 ranks; got 6"):
         SequenceLayout("interleaved", 8, 4, chunk_tokens=6)
+
+
+def test_rows_must_divide_the_ranks() -> None:
+    with pytest.raises(LayoutError, match="`row` must divide the 4 ranks; got 3"):
+        SequenceLayout("zigzag", 8, 4, row=3)
 
 
 def test_position_out_of_range() -> None:

@@ -3,6 +3,9 @@
 There is no batch dim. `cu_seqlens` says where each segment of the stream begins, `lengths` how many of its tokens are
 real; what is left over is padding, which belongs to no document. All bookkeeping is Python integers made once by the
 data layer, so nothing downstream ever reads a tensor back to decide what to do.
+
+A rank of context parallelism holds some of the stream's tokens: its tensors are those tokens, its integers stay those
+of the whole stream, and a layout says which tokens they are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from freight.errors import LayoutError
+from freight.ops.layout import SequenceLayout
 
 IGNORE_INDEX = -100
 CACHE_ENTRIES = 16
@@ -37,6 +41,9 @@ class TokenBatch:
         seed: Seed of everything random inside the model.
         step: Optimizer step the batch belongs to.
         microbatch: Number of the microbatch within the global batch.
+        layout: How the stream is dealt out to ranks; None = all of it is here. The tensors above are then this rank's,
+            and all integers the whole stream's. Made by `local`.
+        rank: This rank of the layout.
 
     Raises:
         LayoutError: The integers contradict each other.
@@ -51,11 +58,13 @@ class TokenBatch:
     seed: int = 0
     step: int = 0
     microbatch: int = 0
+    layout: SequenceLayout | None = None
+    rank: int = 0
     _cache: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:
         starts = self.cu_seqlens
-        tokens = self.input_ids.shape[0]
+        tokens = self.input_ids.shape[0] if self.layout is None else self.layout.tokens
         if len(starts) < 2 or starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in pairwise(starts)):
             raise LayoutError(
                 f"`cu_seqlens` must start at 0, increase strictly and end at the row's {tokens} tokens; "
@@ -104,10 +113,55 @@ class TokenBatch:
             **fields,
         )
 
+    def local(self, layout: SequenceLayout, rank: int) -> TokenBatch:
+        """What one rank of a layout holds; the stream is padded to the layout's unit first.
+
+        Labels were shifted on the whole stream, so a rank's last token still knows its next one.
+
+        Args:
+            layout: Of this stream.
+            rank: Of the layout's ranks.
+
+        Raises:
+            LayoutError: The layout is of another stream, or this batch is a rank's part already.
+        """
+        stream = self.cu_seqlens[-1]
+        if self.layout is not None or layout.tokens - layout.pad != stream:
+            raise LayoutError(f"the layout is of {layout.tokens - layout.pad} tokens; got a stream of {stream}.")
+        index = layout.index(rank).to(self.device)
+
+        def part(x: Tensor, fill: int) -> Tensor:
+            return (torch.nn.functional.pad(x, (0, layout.pad), value=fill) if layout.pad else x).index_select(0, index)
+
+        padding = (0,) if layout.pad else ()
+        return replace(
+            self,
+            input_ids=part(self.input_ids, 0),
+            labels=part(self.labels, IGNORE_INDEX),
+            position_ids=part(self.position_ids, 0),
+            cu_seqlens=(*self.cu_seqlens, layout.tokens) if padding else self.cu_seqlens,
+            lengths=(*self.lengths, *padding),
+            documents=(*self.documents, *(-1 for _ in padding)) if self.documents else (),
+            layout=layout,
+            rank=rank,
+            _cache=OrderedDict(),
+        )
+
     @property
     def tokens(self) -> int:
-        """Tokens of the stream, padding included."""
+        """Tokens that are here, padding included."""
+        return self.input_ids.shape[0]
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the whole stream, padding included."""
         return self.cu_seqlens[-1]
+
+    @cached_property
+    def token_numbers(self) -> Tensor:
+        """int64 `[tokens]`: place of each token in the whole stream; what dropout counts by."""
+        numbers = torch.arange(self.tokens) if self.layout is None else self.layout.index(self.rank)
+        return numbers.to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -116,12 +170,12 @@ class TokenBatch:
 
     @cached_property
     def real_tokens(self) -> int:
-        """Tokens that belong to a document."""
+        """Tokens of the whole stream that belong to a document."""
         return sum(self.lengths)
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """`(start, length)` of every segment with real tokens."""
+        """`(start, length)` of every segment with real tokens, in the whole stream."""
         return tuple((start, length) for start, length in zip(self.cu_seqlens, self.lengths, strict=False) if length)
 
     @cached_property
@@ -132,18 +186,22 @@ class TokenBatch:
     @cached_property
     def valid(self) -> Tensor:
         """Bool `[tokens]`: the token belongs to a document."""
-        mask = torch.zeros(self.tokens, dtype=torch.bool)
+        mask = torch.zeros(self.stream_tokens, dtype=torch.bool)
         for start, length in self.spans:
             mask[start : start + length] = True
-        return mask.to(self.device)
+        return self._here(mask)
 
     @cached_property
     def document_lengths(self) -> Tensor:
         """int64 `[tokens]`: length of the document each token belongs to, 0 at padding."""
-        out = torch.zeros(self.tokens, dtype=torch.int64)
+        out = torch.zeros(self.stream_tokens, dtype=torch.int64)
         for start, length in self.spans:
             out[start : start + length] = length
-        return out.to(self.device)
+        return self._here(out)
+
+    def _here(self, of_stream: Tensor) -> Tensor:
+        """The part of a CPU tensor of the whole stream that belongs to the tokens here."""
+        return (of_stream if self.layout is None else of_stream[self.layout.index(self.rank)]).to(self.device)
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What all layers of the microbatch share (plans, rotations), made once; the oldest of a few is dropped."""
@@ -192,6 +250,11 @@ class TokenRange:
     def position_ids(self) -> Tensor:
         """int64 `[stop - start]`, restarting in every document."""
         return self.batch.position_ids[self.start : self.stop]
+
+    @property
+    def token_numbers(self) -> Tensor:
+        """int64 `[stop - start]`: place of each token in the whole stream."""
+        return self.batch.token_numbers[self.start : self.stop]
 
     @property
     def valid(self) -> Tensor:

@@ -104,15 +104,35 @@ class TokenDispatcher(Protocol):
         ...
 
 
-class HeadTransport(Protocol):
-    """Exchanges a token shard of all heads for all tokens of a head shard."""
+class Pending(Protocol):
+    """Tensors that are on their way."""
 
-    def scatter_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`[tokens/cp, heads, d]` -> `[tokens, heads/cp, d]`."""
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors, once they are there; called once."""
         ...
 
-    def gather_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`[tokens, heads/cp, d]` -> `[tokens/cp, heads, d]`."""
+
+class HeadTransport(Protocol):
+    """Exchanges a token shard of all heads for all tokens of a head shard; nothing moves on one rank.
+
+    Tensors are raw (no graph); all of one call travel in one collective. `kv` says how many of the last tensors have
+    key-value heads (K, V or their gradients), the others have query heads. Every rank calls in the same order.
+    """
+
+    def scatter_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
+        """`[tokens/cp, heads, d]` -> `[tokens, heads of this rank, d]`, tokens in rank order."""
+        ...
+
+    def gather_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
+        """`[tokens, heads of this rank, d]` -> `[tokens/cp, heads, d]`; key-value heads held twice are summed."""
+        ...
+
+    def start_scatter_heads(self, *tensors: Tensor, kv: int = 0) -> Pending:
+        """`scatter_heads`, under way while the caller computes."""
+        ...
+
+    def start_gather_heads(self, *tensors: Tensor, kv: int = 0) -> Pending:
+        """`gather_heads`, under way while the caller computes."""
         ...
 
 
