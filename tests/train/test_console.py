@@ -86,6 +86,24 @@ def test_progress_is_silent_for_two_seconds_then_speaks_every_ten() -> None:
     ]
 
 
+def test_words_behind_a_colon_change_without_a_new_stage() -> None:
+    (quiet, out), clock = console(), Clock()
+    progress = Progress(quiet, clock)
+    for _ in range(24):
+        progress(int(clock.now), 1000, f"tokenising: {clock.now:.0f} records/s, 3 left out")
+        clock.now += 1
+    assert out.getvalue().splitlines() == [
+        "tokenising: 110 of 1,000 (11%)  110 records/s, 3 left out  eta 1:21",
+        "tokenising: 120 of 1,000 (12%)  120 records/s, 3 left out  eta 2:27",
+    ]
+    (terminal, drawn), clock = console(terminal=True), Clock()
+    with Progress(terminal, clock) as progress:
+        for seconds in (0, 3, 6):
+            clock.now = 100 + seconds
+            progress(seconds, 10, f"tokenising: {seconds} records/s")
+    assert "tokenising: 6 records/s" in drawn.getvalue() and "6/10" in drawn.getvalue()
+
+
 def test_a_quick_stage_shows_no_bar_and_a_slow_one_does() -> None:
     output, out = console(terminal=True)
     clock = Clock()

@@ -72,7 +72,8 @@ class Progress:
     """A callback `(done, total, what)` that draws, for functions of any length.
 
     Nothing is shown for the first two seconds of a stage. Then a bar on a terminal; elsewhere a line every ten seconds.
-    A stage ends when all is done, or when `what` changes. Use as a context manager, so that errors clear the bar.
+    A stage ends when all is done, or when `what` changes up to a colon: words behind it are shown and may change at
+    every call. Use as a context manager, so that errors clear the bar.
 
     Args:
         console: Where to draw; stderr by default.
@@ -99,8 +100,8 @@ class Progress:
     def __call__(self, done: int, total: int, what: str) -> None:
         """Report that `done` of `total` are finished; `total` 0 if it is not known."""
         now = self._clock()
-        if what != self._what:
-            self._next_stage(what, now)
+        if stage_of(what) != self._what:
+            self._next_stage(stage_of(what), now)
         if total and done >= total:
             self.close()
             return
@@ -125,7 +126,7 @@ class Progress:
     def _draw(self, done: int, total: int, what: str) -> None:
         if self._bar is None:
             self._bar = RichProgress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("eta"),
@@ -137,13 +138,20 @@ class Progress:
             self._bar.start()
             self._task = self._bar.add_task(what, total=total or None)
         assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total or None)
+        self._bar.update(self._task, completed=done, total=total or None, description=what)
 
     def _line(self, done: int, total: int, what: str, now: float) -> str:
+        stage, _, words = what.partition(": ")
+        words = f"  {words}" if words else ""
         if not total:
-            return f"{what}: {done:,}"
+            return f"{stage}: {done:,}{words}" if done else what
         eta = (now - self._began) * (total - done) / done if done else math.nan
-        return f"{what}: {done:,} of {total:,} ({done / total:.0%})  eta {duration(eta)}"
+        return f"{stage}: {done:,} of {total:,} ({done / total:.0%}){words}  eta {duration(eta)}"
+
+
+def stage_of(what: str) -> str:
+    """What is going on, without the words that change."""
+    return what.partition(": ")[0]
 
 
 class TrainingDisplay:
@@ -197,10 +205,10 @@ class TrainingDisplay:
         if self._bar is None:
             self._progress(done, total, what)
         elif total and done >= total:
-            if what in self._tasks:
-                self._bar.remove_task(self._tasks.pop(what))
+            if stage_of(what) in self._tasks:
+                self._bar.remove_task(self._tasks.pop(stage_of(what)))
         else:
-            self._show(self._bar, what, done, total or None, what)
+            self._show(self._bar, stage_of(what), done, total or None, what)
 
     def close(self) -> None:
         """Leave the last line standing."""
