@@ -50,7 +50,7 @@ class ChatTemplate:
             if name in RESERVED or not self.mentions(name):
                 raise DataError(f"data.template_kwargs: the chat template has no argument {name!r}; leave it out")
         self._plain = compiled(text, marked=False)
-        self.has_generation, self._captures_marks = marks_of(text)
+        self.has_generation, self._captures_marks = marks_of(text) if self.mentions("generation") else (False, False)
         self._marked = compiled(text, marked=True) if self.has_generation else self._plain
         with suppress(RecordFault):  # it may want other messages; one that never works is told by its first record
             self.render([{"role": "user", "content": "x"}])

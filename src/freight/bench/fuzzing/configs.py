@@ -141,7 +141,7 @@ TEXTS: dict[str, Callable[[Random, bytes], bytes]] = {
     "bomb": lambda rng, c: c + _bomb(rng.choice([3, 40]), "[{}]"),
     "merge bomb": lambda rng, c: c + _bomb(rng.choice([3, 40]), "{{<<: [{}]}}"),
     "empty": lambda rng, c: rng.choice([b"", b"\n", b"# x", b"---\n---\n", b"null", b"[]", b"5", b"a"]),
-    "brackets": lambda rng, c: b"a: " + b"[" * (d := rng.choice([100, 5000])) + b"]" * d + b"\n" + c,
+    "brackets": lambda rng, c: b"a: " + b"[" * (d := rng.choice([30, 100, 1500])) + b"]" * d + b"\n" + c,
 }
 
 
