@@ -18,6 +18,7 @@ from freight.assemble.stored_model import StoredModel, convert_model, open_store
 from freight.checkpoint import saved_state
 from freight.checkpoint.frozen_weights import frozen_digests
 from freight.checkpoint.hf_export import export_model
+from freight.checkpoint.hf_import import read_architecture
 from freight.config.load import config_from
 from freight.config.schema import Config
 from freight.errors import CheckpointError
@@ -184,6 +185,17 @@ def test_a_random_base_can_only_be_merged(mesh: DeviceMesh, tmp_path: Path) -> N
     assert stored.adapter is not None
     with pytest.raises(CheckpointError, match=r"base is random weights, which peft cannot load.*--merge"):
         stored.adapter.write(tmp_path / "adapter", "fp32", None)
+
+
+def test_an_adapter_folder_is_no_model(mesh: DeviceMesh, tmp_path: Path) -> None:
+    base = base_folder("llama", tmp_path)
+    config = run_config(base, target_modules=["q_proj"])
+    stored = open_stored_model(save(trained(config, mesh), config, tmp_path / "checkpoints"))
+    assert stored.adapter is not None
+    stored.adapter.write(tmp_path / "adapter", "fp32", None)
+    for opened in (open_stored_model, read_architecture):
+        with pytest.raises(CheckpointError, match=rf"adapter. is an adapter of {base}, not a model.*--merge"):
+            opened(tmp_path / "adapter")
 
 
 def test_merging_needs_an_adapter_and_spares_the_base(mesh: DeviceMesh, tmp_path: Path) -> None:

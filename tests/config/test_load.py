@@ -68,6 +68,8 @@ def test_options_that_do_nothing_are_all_named_in_one_list(tmp_path):
         ("train.precision", "fp8", "`train.precision: fp8` is not available in this version of Freight; remove it."),
         ("model.moe", {"num_experts": 8}, "`model.moe` (mixture of experts) is not available"),
         ("adapter", {"rnak": 8}, "`adapter.rnak` is not a key of Freight; got 8. Did you mean `adapter.rank`?"),
+        ("adapter", {"type": "prefix-tuning"}, "`adapter.type` prefix-tuning puts virtual tokens in front of a row"),
+        ("adapter", {"type": "lorra"}, '`adapter.type` must be `lora`; got "lorra". Did you mean `lora`?'),
         ("adapter", {"rank": 0}, "`adapter.rank` must be an integer of at least 1; got 0."),
         ("adapter", {"dropout": 1.0}, "`adapter.dropout` must be a number of at least 0 and below 1; got 1.0."),
         ("train.sequence_length", 64, "Did you mean `data.sequence_length`?"),

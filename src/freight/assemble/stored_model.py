@@ -19,7 +19,7 @@ from freight.assemble.build import Weights, build_for_inference
 from freight.assemble.trained_adapter import TrainedAdapter
 from freight.checkpoint import saved_state
 from freight.checkpoint.hf_export import check_output, export_model
-from freight.checkpoint.hf_import import open_weights, read_architecture
+from freight.checkpoint.hf_import import open_weights, read_architecture, refuse_adapter
 from freight.checkpoint.weights import parameter_shapes
 from freight.config.architecture import Architecture
 from freight.config.load import load_config
@@ -72,6 +72,7 @@ def open_stored_model(path: str | Path, warn: Callable[[str], None] | None = Non
         return _of_checkpoint(path, newest, config)
     if (path / saved_state.META).exists():
         return _of_checkpoint(path, path, None)
+    refuse_adapter(path)
     if path.is_dir() and not (path / "config.json").exists():
         raise CheckpointError(
             f"{path}: holds no model (no config.json, no config.yaml). Give a run folder, a Hugging Face folder or a "

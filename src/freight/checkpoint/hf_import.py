@@ -12,6 +12,7 @@ from typing import Any
 from freight.checkpoint.families import FAMILIES
 from freight.checkpoint.gguf_file import GgufFile
 from freight.checkpoint.hf_config import architecture_from
+from freight.checkpoint.hf_export import ADAPTER_FILE
 from freight.checkpoint.tensor_files import SafetensorsFolder, has_weights, read_json
 from freight.checkpoint.weights import Weights
 from freight.config.architecture import Architecture
@@ -76,9 +77,24 @@ def _config_of(path: Path) -> Path:
     if not path.is_dir():
         hint = f" A model of the hub is fetched with `hf download {path} --local-dir DIR`." if _is_hub(path) else ""
         raise CheckpointError(f"`{path}` does not exist.{hint}")
+    refuse_adapter(path)
     if not (path / "config.json").exists():
         raise CheckpointError(f"`{path}` has no config.json, so it is not a Hugging Face folder.")
     return path / "config.json"
+
+
+def refuse_adapter(path: Path) -> None:
+    """Say what to do with a folder that holds an adapter and no model.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if (path / ADAPTER_FILE).exists() and not (path / "config.json").exists():
+        base = read_json(path / ADAPTER_FILE).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"`{path}` is an adapter of {base}, not a model. Name the model {base}; or merge the two, if Freight "
+            "trained it with `freight export RUN DIR --merge`, else with peft's `merge_and_unload`, and name DIR."
+        )
 
 
 def _is_hub(path: Path) -> bool:

@@ -84,6 +84,8 @@ def load_model(
         config = read_config(path, overrides, check_files=False)
         if config.model.hf is None:
             raise ConfigError(f"{path}: `model.hf` is not set, so there are no weights. Give the run folder instead.")
+        if config.adapter is not None:
+            remark(f"{path}: this is the base, {config.model.hf}; name the run folder to see it with its adapter")
         arch = architecture_for(config)
         if faults := architecture_faults(arch):
             raise ConfigError(*faults)

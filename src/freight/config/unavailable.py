@@ -16,6 +16,8 @@ SECTIONS: Mapping[str, str] = {
     "model.moe": "mixture of experts",
     "train.fp8": "fp8",
 }
+# Methods that put virtual tokens in front: in a packed row they would reach its first document only.
+VIRTUAL_TOKENS = ("prefix_tuning", "prompt_tuning", "multitask_prompt_tuning", "p_tuning", "ptuning")
 VALUES: Mapping[str, tuple[str, ...]] = {"train.precision": ("fp8",)}
 
 
@@ -27,6 +29,12 @@ def take_out(raw: dict[str, Any]) -> Iterator[str]:
         if section is not None and last in section:
             del section[last]
             yield f"`{key}` ({topic}) is not available in this version of Freight; remove it."
+    adapter = _section(raw, ["adapter"])
+    if adapter is not None and str(adapter.get("type")).lower().replace("-", "_") in VIRTUAL_TOKENS:
+        yield (
+            f"`adapter.type` {adapter.pop('type')} puts virtual tokens in front of a row, and a packed row holds "
+            "several documents. Use lora."
+        )
     for key, values in VALUES.items():
         *parents, last = key.split(".")
         section = _section(raw, parents)
