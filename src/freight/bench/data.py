@@ -21,6 +21,7 @@ from typing import Any
 
 from freight.bench.conversations import standard_library
 from freight.bench.demo import find_model
+from freight.bench.loader_speed import loader_throughput
 from freight.bench.options import chosen_options
 from freight.bench.process_tree import PeakMemory
 from freight.errors import DataError
@@ -36,6 +37,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         options: `megabytes` of the file (default 64), `repeats` of each side (3), `max_seconds` after which no
             further repeat is begun (150), `pack` (true: memory counts packing too), `compare` (false: only Freight),
+            `loader` (true: also what happens behind: microbatches from documents, see `loader_throughput`),
             `tokenizer` (default: the demo's).
 
     Returns:
@@ -49,7 +51,16 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
         DataError: A side failed.
     """
     chosen = chosen_options(
-        options, {"megabytes": 64, "repeats": 3, "max_seconds": 150.0, "pack": True, "compare": True, "tokenizer": None}
+        options,
+        {
+            "megabytes": 64,
+            "repeats": 3,
+            "max_seconds": 150.0,
+            "pack": True,
+            "compare": True,
+            "loader": True,
+            "tokenizer": None,
+        },
     )
     tokenizer = chosen["tokenizer"] or str(find_model())
     cores = len(os.sched_getaffinity(0))
@@ -70,7 +81,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
                 runs["datasets"].append(run_side("datasets", file, tokenizer, place, processes=plain))
         result = {"benchmark": "data", **chosen, "cores": cores, "processes": min(cores, MOST_PROCESSES)}
         result |= {"file_bytes": file.stat().st_size, "repeats_done": len(runs["freight"])}
-    return result | summary(runs, alone, plain)
+    return result | summary(runs, alone, plain) | (loader_throughput() if chosen["loader"] else {})
 
 
 def summary(runs: Mapping[str, list[dict[str, Any]]], alone: Mapping[str, Any], plain: int | None) -> dict[str, Any]:
