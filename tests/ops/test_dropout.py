@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from freight.ops import dropout
 from freight.ops.dropout import keep_mask
 
 
@@ -46,3 +48,29 @@ def test_rows_and_columns_are_independent() -> None:
     correlation.fill_diagonal_(0)
     assert correlation.abs().max().item() < 0.35
     assert not torch.equal(signs, signs.t())
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (70, 1000), (3, 40, 9)])
+def test_hashes_are_those_of_the_published_function(shape: tuple[int, ...]) -> None:
+    """Against the 32-bit function in Python's integers, over several blocks and leading dims."""
+    *leading, num_rows, num_cols = shape
+    rows = torch.arange(num_rows) * 3 + (torch.tensor([1 << 33, 5, 9])[:, None] if leading else 0)
+    mask = keep_mask((7, 1), rows, torch.arange(num_cols) * 11, 0.3)
+    assert mask.shape == shape
+    seed = dropout._seed((7, 1))
+    flat_rows, flat = rows.flatten().tolist(), mask.flatten(0, -2)
+    for i in range(0, len(flat_rows), 7):
+        for j in range(0, num_cols, 13):
+            pair = _mixed(flat_rows[i], seed & 0xFFFFFFFF) * 3 + _mixed(j * 11, seed >> 32)
+            assert bool(flat[i, j]) == (_mix(pair) >= int(0.3 * 2**32))
+
+
+def _mixed(number: int, seed: int) -> int:
+    return _mix(_mix((number & 0xFFFFFFFF) ^ seed) ^ (number >> 32) & 0xFFFFFFFF)
+
+
+def _mix(x: int) -> int:
+    x &= 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
+BLOCK_NUMBERS = 1 << 15  # 128 KiB of int32: a block stays in a core's cache
 
 
 def keep_mask(seed_parts: tuple[int, ...], rows: Tensor, cols: Tensor, rate: float) -> Tensor:
@@ -28,9 +29,24 @@ def keep_mask(seed_parts: tuple[int, ...], rows: Tensor, cols: Tensor, rate: flo
     **Source**: the mixing step is the low-bias 32-bit hash of C. Wellons ("Prospecting for hash functions", 2018).
     """
     seed = _seed(seed_parts)
-    row_hash = _hash_numbers(rows, seed & _LOW).unsqueeze(-1)
-    col_hash = _hash_numbers(cols, seed >> 32).unsqueeze(-2)
-    return _mix((row_hash * 3 + col_hash) & _LOW) >= int(rate * (1 << 32))
+    row_hash = (_hash_numbers(rows, seed & _LOW) * 3).to(torch.int32).unsqueeze(-1)  # the low 32 bits
+    col_hash = _hash_numbers(cols, seed >> 32).to(torch.int32).unsqueeze(-2)
+    limit = int(rate * (1 << 32)) - (1 << 31)
+    if row_hash.device.type != "cpu":
+        return _kept(row_hash, col_hash, limit)
+    block = max(1, BLOCK_NUMBERS // max(1, cols.shape[-1]))
+    return torch.cat([_kept(part, col_hash, limit) for part in row_hash.split(block, dim=-2)], dim=-2)
+
+
+def _kept(row_hash: Tensor, col_hash: Tensor, limit: int) -> Tensor:
+    """The pairs whose hash, as an unsigned number, is at least `limit + 2^31`; everything in place, in int32."""
+    x = row_hash + col_hash
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # shifts keep the sign, the mask takes it away again
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x.bitwise_xor_(-(1 << 31)) >= limit
 
 
 def _hash_numbers(numbers: Tensor, seed: int) -> Tensor:
