@@ -155,3 +155,86 @@ def test_a_norm_that_freight_has_not_is_refused_and_not_taken_for_another(tmp_pa
         load_config(write(tmp_path, {**example(tmp_path), "normalization": "layernorm1p"}))
     (sentence,) = caught.value.faults
     assert "`normalization` (read as `model.norm`)" in sentence and 'got "layernorm1p"' in sentence
+
+
+NEMO = """
+trainer: {precision: bf16, max_steps: 100, gradient_clip_val: 1.0}
+model:
+  preset: debug
+  micro_batch_size: 1
+  global_batch_size: 16
+  tensor_model_parallel_size: 1
+  sequence_parallel: false
+  answer_only_loss: true
+  optim:
+    name: distributed_fused_adam
+    lr: 5.0e-6
+    betas: [0.9, 0.98]
+    sched: {name: CosineAnnealing, warmup_steps: 10, constant_steps: 0, min_lr: 5.0e-7}
+  data:
+    train_ds:
+      file_names: [packed_4096_seed0.npy]
+      packed_sequence: true
+      packed_sequence_size: 4096
+      max_seq_length: 4096
+      global_batch_size: 16
+      micro_batch_size: 1
+      shuffle: true
+      num_workers: 0
+      concat_sampling_probabilities: [1.0]
+    validation_ds:
+      file_names: [packed_val_4096_seed0.npy]
+      packed_sequence: true
+      max_seq_length: 2048
+      global_batch_size: 8
+      micro_batch_size: 1
+      shuffle: false
+    test_ds: {file_names: [x.jsonl]}
+"""
+
+
+def test_a_packed_nemo_config_is_read_as_it_stands(tmp_path):
+    path = tmp_path / "nemo.yaml"
+    path.write_text(NEMO)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, check_files=False)
+    (fault,) = caught.value.faults
+    assert fault.startswith("`data.packing.npy_mask` is missing: packed_4096_seed0.npy does not say what its loss_mask")
+    config = load_config(path, ["data.packing.npy_mask=label"], check_files=False)
+    assert config.data.train == ("packed_4096_seed0.npy",)
+    assert config.data.validation == ("packed_val_4096_seed0.npy",)
+    assert (config.data.sequence_length, config.data.packing.pack_size) == (4096, 4096)
+    assert (config.train.global_batch_size, config.train.micro_batch_tokens) == (16, 4096)
+    assert (config.train.schedule.min_lr_ratio, config.train.schedule.warmup_steps) == (pytest.approx(0.1), 10)
+    assert (config.data.shuffle, config.data.num_workers) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["model.data.train_ds.packed_sequence_size=2048"], "must be a multiple of"),
+        (["answer_only_loss=false"], "`data.train_on` has no effect: only packed rows are read"),
+        (["model.optim.sched.min_lr=1"], "`min_lr` must lie between 0 and the learning rate 5e-06; got 1."),
+        (["model.data.train_ds.concat_sampling_probabilities=[0.5, 0.5]"], "is not available"),
+        (["model.data.train_ds.max_seq_length=2048"], "disagree"),
+    ],
+)
+def test_what_a_packed_nemo_config_cannot_mean_is_refused(tmp_path, overrides, sentence):
+    path = tmp_path / "nemo.yaml"
+    path.write_text(NEMO)
+    try:
+        config = load_config(path, ["data.packing.npy_mask=label", *overrides], check_files=False)
+    except ConfigError as error:
+        assert sentence in str(error)
+    else:
+        assert sentence == "disagree" and config.data.sequence_length == 2048, "an override wins over the file"
+
+
+def test_the_newer_spelling_names_the_packed_file_itself(tmp_path):
+    raw = example(tmp_path)
+    raw["data"] = {}
+    put(raw, "packed_sequence_specs.packed_train_data_path", "x.npy")
+    put(raw, "packed_sequence_specs.packed_sequence_size", 64)
+    put(raw, "data.packing.npy_mask", "token")
+    config = load_config(write(tmp_path, raw), check_files=False)
+    assert (config.data.packing.file, config.data.train, config.data.sequence_length) == ("x.npy", None, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,14 @@ class Alias:
         key: Dotted key of Freight.
         values: Foreign value -> ours; None = the value as it is. A foreign value that is not listed is a fault.
         convert: Applied to the value when `values` is None; raises ValueError with what is accepted.
+        says_default: Our default, which other trainers' configs write without need: it is left unwritten, so that it is
+            never called an option without effect.
     """
 
     key: str
     values: Mapping[Any, Any] | None = None
     convert: Callable[[Any], Any] | None = None
+    says_default: Any = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ ALIASES: Mapping[str, Alias] = {
     "train_file": Alias("data.train"),
     "dataset_path": Alias("data.train"),
     "validation_file": Alias("data.validation"),
-    "answer_only_loss": Alias("data.train_on", {True: "assistant", False: "all"}),
+    "answer_only_loss": Alias("data.train_on", {True: "assistant", False: "all"}, says_default="assistant"),
     "train_on_inputs": Alias("data.train_on", {True: "all", False: "assistant"}),
     "assistant_only_loss": Alias("data.train_on", {True: "assistant", False: "all"}),
     "sample_packing": Alias("data.packing", {True: {}, False: None}),
@@ -174,7 +178,7 @@ ALIASES: Mapping[str, Alias] = {
     ),
     # An unusual pair: true asks for what Freight does anyway.
     "use_flash_attention": Alias("attention.disable", {True: [], False: ["flash", "flash_attn", "cudnn"]}),
-    # Resolved together into rows and tokens, see `batch_sizes`.
+    # Resolved together into rows and tokens, see `derived_keys.py`.
     "per_device_train_batch_size": Alias("train.per_device_train_batch_size"),
     "micro_batch_size": Alias("train.per_device_train_batch_size"),
     "gradient_accumulation_steps": Alias("train.gradient_accumulation_steps"),
@@ -207,6 +211,8 @@ LACKING: Mapping[str, Lacking] = {
     "overlap_param_gather": Lacking("communication overlap", (False, None)),
     "tp_comm_overlap": Lacking("communication overlap", (False, None)),
     "ub_tp_comm_overlap": Lacking("communication overlap", (False, None)),
+    "constant_steps": Lacking("a constant phase of cosine", (0, None)),
+    "concat_sampling_probabilities": Lacking("mixing of packed files", ([1.0], [1], None)),
     "num_moe_experts": Lacking("mixture of experts", (None, 0)),
     "num_experts": Lacking("mixture of experts", (None, 0)),
     "load_in_4bit": Lacking("quantised training", (False, None)),
@@ -217,6 +223,23 @@ LACKING: Mapping[str, Lacking] = {
 }  # fmt: skip
 
 
+# Names that mean something only inside a section of NeMo's: (section, name) -> ours.
+SECTION_ALIASES: Mapping[tuple[str, str], Alias] = {
+    ("train_ds", "shuffle"): Alias("data.shuffle"),
+    ("train_ds", "num_workers"): Alias("data.num_workers"),
+    ("train_ds", "drop_last"): Alias("data.drop_last"),
+    ("validation_ds", "file_names"): Alias("data.validation"),
+    ("optim", "name"): Alias("train.optimizer.name", {"distributed_fused_adam": "adamw", **_OPTIMIZER}),
+    ("sched", "name"): Alias("train.schedule.name", _SCHEDULE),
+    ("sched", "min_lr"): Alias("train.min_lr"),
+}
+# In such a section nothing else is read; why.
+UNREAD_SECTIONS: Mapping[str, str] = {
+    "validation_ds": "validation goes by the keys of training",
+    "test_ds": "`freight evaluate` takes a file of its own",
+}
+
+
 def apply_aliases(raw: dict[str, Any], notice: Notice) -> list[str]:
     """Rewrite foreign names in place; returns the faults (a value without a meaning here, spellings that disagree)."""
     faults: list[str] = []
@@ -224,59 +247,20 @@ def apply_aliases(raw: dict[str, Any], notice: Notice) -> list[str]:
         if known(Config, path) or covers(path) or not isinstance(path[-1], str):
             continue
         name = path[-1].lstrip("-").replace("-", "_")
-        if name in LACKING:
+        section = str(path[-2]) if len(path) > 1 else ""
+        if (section, name) in SECTION_ALIASES:
+            _remove(raw, path)
+            faults += _rename(raw, dotted(path), value, SECTION_ALIASES[section, name], notice)
+        elif section in UNREAD_SECTIONS:
+            _remove(raw, path)
+            notice(f"`{dotted(path)}: {shown(value)}` is dropped: {UNREAD_SECTIONS[section]}.")
+        elif name in LACKING:
             _remove(raw, path)
             faults += _drop(dotted(path), value, LACKING[name], notice)
         elif name in ALIASES:
             _remove(raw, path)
             faults += _rename(raw, dotted(path), value, ALIASES[name], notice)
     return faults
-
-
-def batch_sizes(raw: dict[str, Any], world_size: int, notice: Notice) -> list[str]:
-    """Turn sequences per device and accumulation into rows and tokens, in place, with the arithmetic as a notice."""
-    train, data = raw.get("train"), raw.get("data")
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    if not isinstance(train, dict) or not any(name in train for name in names):
-        return []
-    sequences, accumulation = (train.pop(name, None) for name in names)
-    faults = [
-        f"`{name}` must be an integer of at least 1; got {shown(value)}."
-        for name, value in zip(names, (sequences, accumulation), strict=True)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
-    ]
-    packing = data.get("packing") if isinstance(data, dict) else None
-    row = packing.get("pack_size") if isinstance(packing, dict) else None
-    row = row or (data.get("sequence_length") if isinstance(data, dict) else None)
-    if faults or not isinstance(row, int):
-        return faults
-    given = train.get("global_batch_size")
-    if sequences is None and isinstance(given, int) and given % (accumulation * world_size) == 0:
-        sequences = given // (accumulation * world_size)
-    tokens = (sequences or 1) * row
-    faults += _settle(train, "micro_batch_tokens", tokens, "per_device_train_batch_size", sequences is not None)
-    arithmetic = f"{sequences or 1} sequences x {row} tokens = `train.micro_batch_tokens` {tokens}"
-    other_unit = any(train.get(key) is not None for key in ("global_batch_documents", "global_batch_tokens"))
-    if accumulation is not None or (given is None and not other_unit):
-        rows = (sequences or 1) * (accumulation or 1) * world_size
-        arithmetic += (
-            f"; {sequences or 1} x {accumulation or 1} accumulation steps x {world_size} device"
-            f"{'s' * (world_size > 1)} = `train.global_batch_size` {rows} rows"
-        )
-        faults += _settle(train, "global_batch_size", rows, "gradient_accumulation_steps", True)
-    if not faults:
-        notice(f"{arithmetic}.")
-    return faults
-
-
-def _settle(train: dict[str, Any], key: str, value: int, source: str, wanted: bool) -> list[str]:
-    if not wanted:
-        return []
-    present = train.setdefault(key, value)
-    if present in (None, value):
-        train[key] = value
-        return []
-    return [f"`{source}` gives `train.{key}` {value}, but it is written as {shown(present)}. Keep one of the two."]
 
 
 def _drop(key: str, value: Any, lacking: Lacking, notice: Notice) -> list[str]:
@@ -292,7 +276,7 @@ def _rename(raw: dict[str, Any], key: str, value: Any, alias: Alias, notice: Not
         if not matches:
             accepted = either([shown(v).strip('"') for v in alias.values])
             return [f"`{key}` (read as `{alias.key}`) must be {accepted}; got {shown(value)}. Use `{alias.key}`."]
-        value = matches[0]
+        value = deepcopy(matches[0])  # what is written into a config must not be the table's own mapping
     elif alias.convert is not None:
         try:
             value = alias.convert(value)
@@ -313,7 +297,8 @@ def _rename(raw: dict[str, Any], key: str, value: Any, alias: Alias, notice: Not
             f"`{key}` {shown(value)} and `{alias.key}` {shown(section[last])} disagree: they are "
             "two spellings of one key. Keep one."
         ]
-    section[last] = value
+    if value != alias.says_default:
+        section[last] = value
     if known(Config, tuple(alias.key.split("."))):
         notice(f"`{key}` is read as `{alias.key}: {shown(value)}`.")
     return []

@@ -18,9 +18,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from freight.config.aliases import apply_aliases, batch_sizes
+from freight.config.aliases import apply_aliases
 from freight.config.base import Section
 from freight.config.checks import architecture_faults, faults, file_faults, fit_faults
+from freight.config.derived_keys import batch_sizes, min_lr
 from freight.config.keys import Path, fields_of, section_in, shown
 from freight.config.messages import translate
 from freight.config.model import architecture_of
@@ -62,6 +63,7 @@ def load_config(
     raw, problems = _merged(written, over)
     found += problems
     found += batch_sizes(raw, world_size, notice)
+    found += min_lr(raw, notice)
     found += take_out(raw)
     return _checked(raw, found, check_files)
 

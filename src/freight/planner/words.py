@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from freight.config.data_checks import algorithm
+from freight.config.data_checks import algorithm, reads_packed
 from freight.data.batch_size import batch_size_sentence
 from freight.ops.attention_backends import Choice
 
@@ -74,8 +74,9 @@ def _data_words(plan: Plan) -> Iterator[str]:
     config, data = plan.config, plan.data
     packing = config.data.packing
     by = algorithm(config.data) if data is None or data.algorithm is None else data.algorithm
-    if packing is not None and packing.file is not None:
-        how = f"packed file {packing.file}"
+    if reads_packed(config.data):
+        train = config.data.train
+        how = f"packed file {(packing and packing.file) or (train if isinstance(train, str) else train and train[0])}"
     elif by == "none":
         how = "one document per row, the rest padding"
     else:
