@@ -215,7 +215,8 @@ def tokenising_faults(data: DataConfig) -> Iterator[str]:
 
 def _without_effect(data: DataConfig) -> Iterator[str]:
     written = data.model_fields_set
-    if reads_packed(data) and (data.validation is None or data.format == "packed"):
+    held_out = data.format == "packed" or all(name.endswith(".npy") for name in _names(data.validation))
+    if reads_packed(data) and held_out:
         yield from tokenising_faults(data)
     if data.on_bad_record == "error" and "max_skipped_fraction" in written and not reads_packed(data):
         yield "`data.max_skipped_fraction` has no effect with `data.on_bad_record: error`. Remove it, or use skip."
