@@ -7,7 +7,7 @@ term and yields wrong dq and dk beside a right dv.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -75,15 +75,41 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, dropout: PairD
     once = plan.queries_once
     out = _buffer(q, q.dtype if once else dtype, plan.idle_queries if once else None)
     lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"), dtype=dtype)
+    add_forward(schedule, q, k, v, out, lse, dropout, merging=not once)
+    return out.to(q.dtype), lse.t().contiguous()
+
+
+def add_forward(
+    schedule: Schedule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout: PairDropout | None = None,
+    *,
+    merging: bool = True,
+) -> None:
+    """Attention over the keys of one schedule, merged into what was found over others, in place.
+
+    Args:
+        schedule: Its plan's queries are rows of q, its keys rows of k and v.
+        q: `[tokens, heads, d]`.
+        k: `[key tokens, groups, d]`.
+        v: Like k.
+        out: Like q, float32 (float64 for float64); 0 where nothing was seen yet. Any float dtype without merging.
+        lse: `[tokens, heads]`, float32 or float64; `-inf` where nothing was seen yet.
+        dropout: By position.
+        merging: False writes instead: right where no query is in two blocks or was seen before.
+    """
     for block in schedule.forward:
         block_out, block_lse = block.forward(q, k, v, dropout)
         block_lse = block_lse.transpose(1, 2)
         rows = block.q_rows
-        if not once:
+        if merging:
             block_out, block_lse = merge(rows.take(out), rows.take(lse), block_out, block_lse)
         rows.put(out, block_out)
         rows.put(lse, block_lse)
-    return out.to(q.dtype), lse.t().contiguous()
 
 
 def _backward(
@@ -103,14 +129,44 @@ def _backward(
         _buffer(k, k.dtype if plan.keys_once else dtype, plan.idle_keys if plan.keys_once else None),
         _buffer(v, v.dtype if plan.keys_once else dtype, plan.idle_keys if plan.keys_once else None),
     )
-    by_token = lse.t()
-    for block in schedule.backward:
-        dq, dk, dv = block.backward(dout, q, k, v, out, by_token, dropout)
-        block.q_rows.put(grads[0], dq, add=not plan.queries_once)
-        block.k_rows.put(grads[1], dk, add=not plan.keys_once)
-        block.k_rows.put(grads[2], dv, add=not plan.keys_once)
+    adding = not plan.queries_once, not plan.keys_once
+    add_backward(schedule, dout, q, k, v, out, lse.t(), grads, dropout, adding=adding)
     dq, dk, dv = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
+
+
+def add_backward(
+    schedule: Schedule,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    dropout: PairDropout | None = None,
+    *,
+    adding: tuple[bool, bool] = (True, True),
+) -> None:
+    """Gradients over the keys of one schedule, added to those over others, in place.
+
+    Args:
+        schedule: As in `add_forward`.
+        dout: Gradient of the output, like q.
+        q: As in `add_forward`.
+        k: As in `add_forward`.
+        v: As in `add_forward`.
+        out: The rows' **global** output, over all schedules.
+        lse: The rows' **global** log-sum-exp, `[tokens, heads]`.
+        grads: Accumulators of q, k and v; float32 (float64 for float64) where they are added to.
+        dropout: As in forward.
+        adding: Whether gradients of q, and of k and v, are added; False writes.
+    """
+    for block in schedule.backward:
+        dq, dk, dv = block.backward(dout, q, k, v, out, lse, dropout)
+        block.q_rows.put(grads[0], dq, add=adding[0])
+        block.k_rows.put(grads[1], dk, add=adding[1])
+        block.k_rows.put(grads[2], dv, add=adding[1])
 
 
 def _buffer(like: Tensor, dtype: torch.dtype, idle: Sequence[tuple[int, int]] | None) -> Tensor:
@@ -152,36 +208,87 @@ class LocalAttention:
         """
         return _attend(self, q, k, v, batch, spec)
 
-    def schedule_of(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
-        """The microbatch's schedule, made by the first layer that asks for it."""
+    def schedule_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        batch: TokenBatch,
+        spec: AttentionSpec,
+        part: Hashable = None,
+        build: Callable[..., AttentionPlan] = build_plan,
+    ) -> Schedule:
+        """The microbatch's schedule, made by the first layer that asks for it.
+
+        Args:
+            q: Queries; only their heads, dtype and device matter.
+            k: Keys, likewise.
+            batch: Where documents lie.
+            spec: What the layer asks.
+            part: Tells schedules of one microbatch apart, by the ranks that keys come from, say.
+            build: Makes the plan of this part; called as `build_plan`.
+        """
         shared = replace(spec, layer=0)  # layers differ in what they drop, which is no part of the schedule
         settings = (self.backend, self.disabled, self.deterministic)
-        key = ("attention", settings, shared, q.dtype, q.shape[1:], k.shape[1:], q.device)
-        return batch.cached(key, lambda: self._schedule(q, k, batch, spec))
+        key = ("attention", part, settings, shared, q.dtype, q.shape[1:], k.shape[1:], q.device)
 
-    def _schedule(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
-        """The plan of one microbatch and the kernel of each of its blocks."""
+        def make() -> Schedule:
+            plan = self.plan(q, k, batch, spec, batch.cu_seqlens, batch.lengths, build=build)
+            return Schedule(plan, *self.kernels(q, k, batch, spec, plan.entries))
+
+        return batch.cached(key, make)
+
+    def plan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        batch: TokenBatch,
+        spec: AttentionSpec,
+        cu_seqlens: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        build: Callable[..., AttentionPlan] = build_plan,
+        **ranges: Any,
+    ) -> AttentionPlan:
+        """The blocks of some segments of a microbatch, as this core's kernels want them.
+
+        Args:
+            q: As in `schedule_of`, and k, batch, spec and build.
+            k: Keys.
+            batch: The microbatch.
+            spec: What the layer asks.
+            cu_seqlens: Borders of the segments.
+            lengths: Their real tokens.
+            build: `build_plan`, or one like it.
+            **ranges: What else it takes: `q_blocks`, `kv_blocks`.
+        """
         hardware = hardware_of(q.device)
         window = spec.window if spec.window is not None and spec.window < batch.max_seqlen else None
         request = self._request(q, k, spec, _stream_kind(batch, spec, window), batch.max_seqlen, _equal(batch))
         style = self.choose(hardware, request).forward
-        plan = build_plan(
-            batch.cu_seqlens,
-            batch.lengths,
+        return build(
+            cu_seqlens,
+            lengths,
             causal=spec.causal,
             window=window,
             varlen=style.varlen,
             native_window=style.window,
             max_segments=CUDA_GRID // q.shape[1] if hardware.device == "cuda" else None,
+            **ranges,
         )
+
+    def kernels(
+        self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec, entries: Sequence[PlanEntry]
+    ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        """The kernel of each block of a plan, forward and backward."""
+        hardware = hardware_of(q.device)
         forward, backward = [], []
-        for entry in plan.entries:
+        for entry in entries:
             longest = max(b - a for ranges in entry.segments() for a, b in ranges)
             request = self._request(q, k, spec, entry.mask.kind, longest, _equal(batch))
             choice = self.choose(hardware, request)
             forward.append(_block(entry, choice.forward, spec, self.deterministic))
             backward.append(_block(entry, choice.backward, spec, self.deterministic))
-        return Schedule(plan, tuple(forward), tuple(backward))
+        return tuple(forward), tuple(backward)
 
     def choose(self, hardware: Hardware, request: Request) -> Choice:
         """`choose_backend` with this core's settings."""
@@ -205,14 +312,25 @@ class LocalAttention:
         )
 
 
+def pair_dropout(batch: TokenBatch, spec: AttentionSpec, **places: Any) -> PairDropout | None:
+    """What a layer drops; None without dropout.
+
+    Args:
+        batch: Seed, step and microbatch.
+        spec: Rate and layer.
+        **places: Where the tensors begin, or their tokens' numbers: fields of `PairDropout`.
+    """
+    if not spec.dropout:
+        return None
+    return PairDropout(spec.dropout, (batch.seed, batch.step, batch.microbatch, spec.layer), **places)
+
+
 def _attend_eagerly(
     core: LocalAttention, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, spec: AttentionSpec
 ) -> Tensor:
-    dropout = None
-    if spec.dropout:
-        dropout = PairDropout(spec.dropout, (batch.seed, batch.step, batch.microbatch, spec.layer))
+    assert batch.layout is None, "tokens on several ranks need a core of context parallelism"
     context, _ = BlockAttention.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        q, k, v, core.schedule_of(q, k, batch, spec), dropout
+        q, k, v, core.schedule_of(q, k, batch, spec), pair_dropout(batch, spec)
     )
     return context
 

@@ -21,7 +21,7 @@ from freight.ops.attention_math import BlockDropout, working_dtype
 __all__ = ["Block", "Mask", "MaskKind", "PairDropout", "block_backward", "block_forward", "merge"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairDropout:
     """Dropout of attention pairs as a function of their position.
 
@@ -29,11 +29,26 @@ class PairDropout:
         rate: Share of pairs dropped, in [0, 1).
         seed_parts: Seed, step, microbatch and layer.
         first_head: Global number of the first query head.
+        first_query: Position of the first row of q.
+        first_key: Position of the first row of k.
+        q_numbers: int64, position of every row of q, where they do not follow each other.
+        k_numbers: The same of k.
     """
 
     rate: float
     seed_parts: tuple[int, ...]
     first_head: int = 0
+    first_query: int = 0
+    first_key: int = 0
+    q_numbers: Tensor | None = None
+    k_numbers: Tensor | None = None
+
+    def of(self, q_rows: Rows, k_rows: Rows, device: torch.device) -> BlockDropout:
+        """The dropout of one block."""
+        q, k = q_rows.positions(device), k_rows.positions(device)
+        q = q + self.first_query if self.q_numbers is None else self.q_numbers[q]
+        k = k + self.first_key if self.k_numbers is None else self.k_numbers[k]
+        return BlockDropout(self.rate, self.seed_parts, q, k, self.first_head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +109,8 @@ class Block:
 
     def _call(self, device: torch.device, dropout: PairDropout | None) -> BlockCall:
         mask = CAUSAL if self._flipped else self.mask.shape
-        pairs = varlen = None
-        if dropout is not None:
-            positions = self.q_rows.positions(device), self.k_rows.positions(device)
-            pairs = BlockDropout(dropout.rate, dropout.seed_parts, *positions, dropout.first_head)
+        varlen = None
+        pairs = None if dropout is None else dropout.of(self.q_rows, self.k_rows, device)
         if self.mask.kind == MaskKind.DOCUMENTS and self.backend.varlen:
             borders = self.q_rows.cu_seqlens(device), self.k_rows.cu_seqlens(device)
             varlen = Varlen(*borders, self.q_rows.width, self.k_rows.width)

@@ -58,13 +58,15 @@ class AttentionPlan:
 
     Args:
         entries: In the order in which they run.
-        tokens: Length of the stream.
+        tokens: Length of the stream; of the queries, where keys are other tokens.
         pairs: Visible (query, key) pairs; flops are `4 * pairs * heads * head_dim` forward, 10 backward.
+        key_tokens: Length of the stream of keys; None = `tokens`.
     """
 
     entries: tuple[PlanEntry, ...]
     tokens: int
     pairs: int
+    key_tokens: int | None = None
 
     @property
     def launches(self) -> int:
@@ -89,7 +91,8 @@ class AttentionPlan:
     @cached_property
     def idle_keys(self) -> tuple[Range, ...]:
         """Token ranges in no entry's keys."""
-        return _gaps([k for entry in self.entries for _, k in entry.segments()], self.tokens)
+        tokens = self.tokens if self.key_tokens is None else self.key_tokens
+        return _gaps([k for entry in self.entries for _, k in entry.segments()], tokens)
 
     @cached_property
     def kv_blocks_needed(self) -> dict[Range, tuple[int, ...]]:
@@ -101,8 +104,8 @@ class AttentionPlan:
         return {q: tuple(sorted(blocks)) for q, blocks in needed.items()}
 
 
-class _Piece(NamedTuple):
-    """An unbatched entry."""
+class Piece(NamedTuple):
+    """One (query range, key range) block, not yet put into a launch with others like it."""
 
     q: Range
     k: Range
@@ -143,20 +146,24 @@ def build_plan(
     tokens = cu_seqlens[-1]
     whole = [(0, tokens)]
     native_window = native_window and q_blocks is None and kv_blocks is None
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     pairs = 0
     for start, length in zip(cu_seqlens, lengths, strict=False):
         document = (start, start + length)
         pairs += document_pairs(length, causal=causal, window=window)
         for block in q_blocks or whole:
-            queries = _overlap(document, block)
+            queries = overlap(document, block)
             if queries is None:
                 continue
-            for piece in _cover(document, queries, causal, window, native_window):
+            for piece in cover(document, queries, causal, window, native_window):
                 for number, keys in enumerate(kv_blocks or whole):
-                    pieces += _clip(piece, number, keys)
-    entries = _one_launch_each(pieces, max_segments) if varlen else _batch(pieces, max_segments)
-    return AttentionPlan(tuple(entries), tokens, pairs)
+                    pieces += clip(piece, number, keys)
+    return AttentionPlan(launches(pieces, varlen=varlen, max_segments=max_segments), tokens, pairs)
+
+
+def launches(pieces: list[Piece], *, varlen: bool = False, max_segments: int | None = None) -> tuple[PlanEntry, ...]:
+    """Blocks of one kind share launches; arguments as in `build_plan`."""
+    return tuple(_one_launch_each(pieces, max_segments) if varlen else _batch(pieces, max_segments))
 
 
 def document_pairs(length: int, *, causal: bool = True, window: int | None = None) -> int:
@@ -167,18 +174,18 @@ def document_pairs(length: int, *, causal: bool = True, window: int | None = Non
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def _cover(document: Range, queries: Range, causal: bool, window: int | None, native_window: bool) -> Iterator[_Piece]:
+def cover(document: Range, queries: Range, causal: bool, window: int | None, native_window: bool) -> Iterator[Piece]:
     """Pieces that show queries `[a, b)` what they see of their document."""
     (start, stop), (a, b) = document, queries
     if not causal:
-        yield _Piece(queries, document, FULL)
+        yield Piece(queries, document, FULL)
         return
     if window is None or window >= stop - start:
         yield from _triangle(start, a, b)
         return
     if native_window:
         first = max(start, a - window + 1)
-        yield _Piece(queries, (first, b), Mask(MaskKind.WINDOW, window=window, offset=a - first))
+        yield Piece(queries, (first, b), Mask(MaskKind.WINDOW, window=window, offset=a - first))
         return
     head = min(b, start + window)  # these queries see all of their document up to themselves
     if a < head:
@@ -187,41 +194,41 @@ def _cover(document: Range, queries: Range, causal: bool, window: int | None, na
     for left in range(max(a, head), b, step):
         right = min(left + step, b)
         if window > 1:
-            yield _Piece((left, right), (left - window + 1, right - window + 1), ANTICAUSAL)
+            yield Piece((left, right), (left - window + 1, right - window + 1), ANTICAUSAL)
         if right - window + 1 < left:
-            yield _Piece((left, right), (right - window + 1, left), FULL)
-        yield _Piece((left, right), (left, right), CAUSAL)
+            yield Piece((left, right), (right - window + 1, left), FULL)
+        yield Piece((left, right), (left, right), CAUSAL)
 
 
-def _triangle(start: int, a: int, b: int) -> Iterator[_Piece]:
+def _triangle(start: int, a: int, b: int) -> Iterator[Piece]:
     """Queries `[a, b)` of a document that begins at `start`, causal: one square, and all that lies before it."""
-    yield _Piece((a, b), (a, b), CAUSAL)
+    yield Piece((a, b), (a, b), CAUSAL)
     if start < a:
-        yield _Piece((a, b), (start, a), FULL)
+        yield Piece((a, b), (start, a), FULL)
 
 
-def _clip(piece: _Piece, number: int, keys: Range) -> list[_Piece]:
+def clip(piece: Piece, number: int, keys: Range) -> list[Piece]:
     """The part of a piece whose keys lie in one KV block: a smaller triangle and a rectangle at most."""
-    common = _overlap(piece.k, keys)
+    common = overlap(piece.k, keys)
     if common is None:
         return []
     if common == piece.k:
         return [piece._replace(kv_block=number)]
     if piece.mask.kind == MaskKind.FULL:
-        return [_Piece(piece.q, common, FULL, number)]
+        return [Piece(piece.q, common, FULL, number)]
     (a, b), (c, d) = piece.q, common
     shift = a - piece.k[0]
     square = (c + shift, d + shift)
     rest = (d + shift, b) if piece.mask.kind == MaskKind.CAUSAL else (a, c + shift)
-    clipped = [_Piece(square, common, piece.mask, number)]
+    clipped = [Piece(square, common, piece.mask, number)]
     if rest[0] < rest[1]:
-        clipped.append(_Piece(rest, common, FULL, number))
+        clipped.append(Piece(rest, common, FULL, number))
     return clipped
 
 
-def _batch(pieces: list[_Piece], max_segments: int | None) -> Iterator[PlanEntry]:
+def _batch(pieces: list[Piece], max_segments: int | None) -> Iterator[PlanEntry]:
     """Equal pieces, and causal ones of nearly equal length, become one launch."""
-    groups: dict[tuple[int, Mask, int, int], list[_Piece]] = {}
+    groups: dict[tuple[int, Mask, int, int], list[Piece]] = {}
     for piece in pieces:
         key = (piece.kv_block, piece.mask, piece.q[1] - piece.q[0], piece.k[1] - piece.k[0])
         groups.setdefault(key, []).append(piece)
@@ -235,12 +242,12 @@ def _batch(pieces: list[_Piece], max_segments: int | None) -> Iterator[PlanEntry
             yield from _split(group, max_segments)
 
 
-def _fill(groups: list[list[_Piece]]) -> list[list[_Piece]]:
+def _fill(groups: list[list[Piece]]) -> list[list[Piece]]:
     """Join groups of causal squares whose lengths are so close that filling up costs less than a launch."""
     others = [group for group in groups if group[0].mask.kind != MaskKind.CAUSAL]
     squares = [group for group in groups if group[0].mask.kind == MaskKind.CAUSAL]
     squares.sort(key=lambda group: (group[0].kv_block, group[0].q[0] - group[0].q[1]))
-    joined: list[list[_Piece]] = []
+    joined: list[list[Piece]] = []
     for group in squares:
         longest, length = (g[0].q[1] - g[0].q[0] for g in (joined[-1] if joined else group, group))
         waste = (longest * (longest + 1) - length * (length + 1)) // 2
@@ -252,9 +259,9 @@ def _fill(groups: list[list[_Piece]]) -> list[list[_Piece]]:
     return joined + others
 
 
-def _one_launch_each(pieces: list[_Piece], max_segments: int | None) -> Iterator[PlanEntry]:
+def _one_launch_each(pieces: list[Piece], max_segments: int | None) -> Iterator[PlanEntry]:
     """Pieces of one kind, whatever their lengths, become one launch; for kernels that take borders."""
-    groups: dict[tuple[int, Mask], list[_Piece]] = {}
+    groups: dict[tuple[int, Mask], list[Piece]] = {}
     for piece in pieces:
         mask = Mask(MaskKind.WINDOW, window=piece.mask.window) if piece.mask.kind == MaskKind.WINDOW else piece.mask
         groups.setdefault((piece.kv_block, mask), []).append(piece)
@@ -262,13 +269,13 @@ def _one_launch_each(pieces: list[_Piece], max_segments: int | None) -> Iterator
         yield from _split(group, max_segments)
 
 
-def _split(group: list[_Piece], max_segments: int | None) -> Iterator[PlanEntry]:
+def _split(group: list[Piece], max_segments: int | None) -> Iterator[PlanEntry]:
     """A launch, or several where it would hold too many segments."""
     size = max_segments or len(group)
     yield from (_entry(group[i : i + size]) for i in range(0, len(group), size))
 
 
-def _entry(group: list[_Piece]) -> PlanEntry:
+def _entry(group: list[Piece]) -> PlanEntry:
     """One launch of like pieces."""
     group = sorted(group, key=lambda piece: piece.q)
     q_start, q_stop = group[0].q[0], max(piece.q[1] for piece in group)
@@ -280,7 +287,8 @@ def _entry(group: list[_Piece]) -> PlanEntry:
     return PlanEntry(q_start, q_stop, number, k_start, k_stop, mask)
 
 
-def _overlap(a: Range, b: Range) -> Range | None:
+def overlap(a: Range, b: Range) -> Range | None:
+    """What two ranges have in common; None if nothing."""
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else None
 
