@@ -174,6 +174,24 @@ def test_shards_are_dealt_to_ranks_and_all_ranks_resume_from_one_state(tmp_path)
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_ranks_resume_each_at_its_own_place(tmp_path, stop):
+    write_shards(tmp_path / "d", [1, 5, 2, 7])
+    config = config_of([tmp_path / "d"], packing={"algorithm": "first_fit_shuffle"}, shuffle_buffer=3)
+
+    def loaders():
+        return [loader_of(config, data_ranks=2, rank=rank, rows_per_step=3, steps=8) for rank in range(2)]
+
+    straight = [[tensors(step) for step in loader] for loader in loaders()]
+    first = loaders()
+    begun = [[tensors(step) for step in islice(loader, stop)] for loader in first]
+    state = joined_state([loader.state_dict() for loader in first])
+    assert stop == 1 or state["ranks"][0]["mark"] != state["ranks"][1]["mark"]
+    for loader, before, whole in zip(loaders(), begun, straight, strict=True):
+        loader.load_state_dict(state)
+        assert before + [tensors(step) for step in loader] == whole
+
+
 def test_ranks_without_a_row_of_a_step_join_it(tmp_path):
     write_shards(tmp_path / "d", [4, 4, 4])
     loaders = [
@@ -196,7 +214,7 @@ def test_sources_are_mixed_by_weight(tmp_path, stop):
     write_shards(tmp_path / "a", [3, 2], name="a")
     write_shards(tmp_path / "b", [10], name="b")
     sources = [{"path": str(tmp_path / "a"), "weight": 3}, {"path": str(tmp_path / "b"), "weight": 1}]
-    config = config_of(sources, shuffle=False)
+    config = config_of(sources, shuffle=False, shuffle_buffer=5)
     loader = loader_of(config, rows_per_step=4, steps=20)
     steps = [texts(step) for step in islice(loader, stop)]
     if stop:
