@@ -1,4 +1,4 @@
-"""The packer's benchmark on few lengths: its own scans agree with the tree, and its numbers are what they are called."""
+"""The packer's benchmark on few lengths: its own scans agree with the tree, its numbers are what they are called."""
 
 import numpy as np
 import pytest

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import freight.data.rows as rows_module
 from freight.data.documents import InMemoryDocuments, make_document
 from freight.data.file_rows import FileRows
 from freight.data.loader import StepLoader, evaluation_batches
@@ -344,3 +345,24 @@ def test_a_packed_file_feeds_the_same_rows_in_the_order_of_its_seed(tmp_path):
 def test_no_documents():
     with pytest.raises(DataError, match=r"0 documents to pack \(skipped: no_target 3\)"):
         DocumentRows(InMemoryDocuments([], {"skipped": {"no_target": 3}}), "none", PACK_SIZE)
+
+
+def test_the_next_window_is_packed_while_this_one_is_read(monkeypatch):
+    packed_by = {}
+    real = rows_module.pack
+
+    def noting(*arguments, epoch, window, **options):
+        packed_by[epoch, window] = threading.current_thread().name
+        return real(*arguments, epoch=epoch, window=window, **options)
+
+    def all_rows(source):
+        names = [(e, w, n) for e in range(2) for w in range(3) for n in range(source.rows_in(e, w))]
+        return [source.row(*name).ids.tolist() for name in names]
+
+    plain = all_rows(rows_of(30, window_documents=10))
+    monkeypatch.setattr(rows_module, "pack", noting)
+    monkeypatch.setattr(rows_module, "WORTH_PACKING_AHEAD", 1)
+    assert all_rows(rows_of(30, window_documents=10)) == plain
+    first, *later = (packed_by[epoch, window].startswith("freight-packer") for epoch in range(2) for window in range(3))
+    assert not first
+    assert all(later)

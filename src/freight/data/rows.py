@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,8 @@ from freight.data.mixture import Mixture
 from freight.data.packing import PackedRows, check_pack_size, pack
 from freight.errors import DataError
 
-WINDOWS_KEPT = 2  # the loader works ahead: the end of one window and the start of the next are read together
+WINDOWS_KEPT = 3  # the loader works ahead: the end of one window is read with the start of the next, and one is packed
+WORTH_PACKING_AHEAD = 20_000  # documents of a window; fewer are packed in less time than a step takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +226,8 @@ class DocumentRows(Unmarked):
         self._window_documents = window_documents
         self._weights = dict(weights or {})
         self._documents_in_window = min(window_documents or len(documents), len(documents))
-        self._plans: OrderedDict[tuple[int, int], tuple[np.ndarray, PackedRows]] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, int], Future[tuple[np.ndarray, PackedRows]]] = OrderedDict()
+        self._packer = ThreadPoolExecutor(1, "freight-packer")  # starts no thread before there is work
         self._counts: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self.pack_size = pack_size
@@ -293,6 +296,8 @@ class DocumentRows(Unmarked):
     def row(self, epoch: int, window: int, number: int) -> Row:
         """One row, its documents read now."""
         order, rows = self._plan(epoch, window)
+        if self._documents_in_window >= WORTH_PACKING_AHEAD and 2 * number >= len(rows):
+            self._pack_ahead(epoch, window)
         spans = [(int(order[document]), start, length) for document, start, length in rows.row(number)]
         return make_row(self._documents, spans)
 
@@ -307,26 +312,47 @@ class DocumentRows(Unmarked):
         return self._documents.source_of(document)
 
     def _plan(self, epoch: int, window: int) -> tuple[np.ndarray, PackedRows]:
-        """The documents of a window, and how they share rows."""
+        """The documents of a window, and how they share rows; packed by whoever asks first, others wait for it."""
         with self._lock:
-            if (epoch, window) not in self._plans:
-                order = self._window(epoch, window)
-                self._plans[epoch, window] = (
-                    order,
-                    pack(
-                        self._documents.lengths[order],
-                        self._algorithm,
-                        self.pack_size,
-                        self._packing_seed,
-                        epoch=epoch,
-                        window=window,
-                        document_multiple=self.document_multiple,
-                        shuffle=self._shuffle,
-                    ),
-                )
-                if len(self._plans) > WINDOWS_KEPT:
-                    self._plans.popitem(last=False)
-            return self._plans[epoch, window]
+            plan = self._plans.get((epoch, window))
+            mine = plan is None
+            if plan is None:
+                plan = self._keep(epoch, window, Future())
+        if mine:
+            try:
+                plan.set_result(self._packed(epoch, window))
+            except BaseException as error:
+                plan.set_exception(error)
+        return plan.result()
+
+    def _pack_ahead(self, epoch: int, window: int) -> None:
+        """Begin to pack the window after this one, so that no step waits seconds for it."""
+        following = (epoch, window + 1) if window + 1 < self._num_windows else (epoch + 1, 0)
+        with self._lock:
+            if following not in self._plans:
+                self._keep(*following, self._packer.submit(self._packed, *following))
+
+    def _keep(
+        self, epoch: int, window: int, plan: Future[tuple[np.ndarray, PackedRows]]
+    ) -> Future[tuple[np.ndarray, PackedRows]]:
+        self._plans[epoch, window] = plan
+        if len(self._plans) > WINDOWS_KEPT:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _packed(self, epoch: int, window: int) -> tuple[np.ndarray, PackedRows]:
+        order = self._window(epoch, window)
+        rows = pack(
+            self._documents.lengths[order],
+            self._algorithm,
+            self.pack_size,
+            self._packing_seed,
+            epoch=epoch,
+            window=window,
+            document_multiple=self.document_multiple,
+            shuffle=self._shuffle,
+        )
+        return order, rows
 
     def _tokens_of_first_epoch(self) -> int:
         if not self._weights:
