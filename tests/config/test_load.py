@@ -185,6 +185,16 @@ def test_overrides_win_and_later_ones_win_over_earlier(tmp_path):
     assert load_config(path, ["attention.disable=[flash,cudnn]"]).attention.disable == ("flash", "cudnn")
 
 
+def test_an_override_replaces_a_list_by_a_mapping_and_the_other_way_round(tmp_path):
+    raw = put(example(tmp_path), "data.train", [{"path": "a"}, "b"])
+    found = faults_of(tmp_path, raw, "data.train={path: c}", "model=[1]", "train.optimizer.lr.x=1", check_files=False)
+    assert [sentence.split(";")[0] for sentence in found] == [
+        "`model` must be a mapping",
+        "`data.train` must be text or a list (text or a mapping), or null",
+        "`train.optimizer.lr` must be a number above 0",
+    ]
+
+
 def test_an_override_replaces_what_the_file_says_in_another_spelling(tmp_path):
     raw = put(example(tmp_path), "max_seq_length", 64)
     del raw["data"]["sequence_length"]

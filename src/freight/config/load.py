@@ -216,10 +216,20 @@ def _no_text_keys(node: Any) -> list[str]:
     return problems
 
 
+def _laid_over(written: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Mappings joined key by key; anything else is replaced, whatever stood there."""
+    both = {
+        key: _laid_over(written[key], value)
+        for key, value in over.items()
+        if isinstance(value, dict) and isinstance(written.get(key), dict)
+    }
+    return {**written, **over, **both}
+
+
 def _merged(written: dict[str, Any], over: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Overrides over the file; `${section.key}` takes the value of another key, the environment is out of reach."""
     try:
-        merged = OmegaConf.merge(OmegaConf.create(written), OmegaConf.create(over))
+        merged = OmegaConf.create(_laid_over(written, over))
         if "${oc.env" in json.dumps(OmegaConf.to_container(merged, resolve=False), default=str):
             return written, ["`${oc.env:...}` is refused: a config does not read the environment. Write the value."]
         plain = OmegaConf.to_container(merged, resolve=True)
