@@ -1,6 +1,7 @@
 """Large input: any number of processes, interrupted and resumed, one builder at a time, bounded memory."""
 
 import fcntl
+import gzip
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from freight.data.cache_key import hash_files
 from freight.data.encode import is_checked
 from freight.data.sources import resolve_sources
 from freight.data.tokenise import tokenise
+from freight.data.worker_pool import WorkerDeath
 from freight.errors import DataError
 from tests.data.small_tokenizer import REWRITING, small_tokenizer
 from tests.data.test_tokenise import chat, entries, run, same, write
@@ -114,7 +116,7 @@ def test_an_interrupted_build_goes_on_behind_its_last_shard(tmp_path, monkeypatc
     straight = run(sources, output_dir=tmp_path / "straight", cache_dir=str(tmp_path / "cache0"), **SKIP)
     total, calls = sum(encoded), len(encoded)
     assert total == 110
-    for stop in range(1, calls):
+    for stop in (1, 4, calls // 2 + 1, calls - 3, calls - 1):
         encoded.clear()
         cache = tmp_path / f"cache{stop}"
 
@@ -133,6 +135,49 @@ def test_an_interrupted_build_goes_on_behind_its_last_shard(tmp_path, monkeypatc
         assert sum(encoded) >= total - before
         if stop > calls // 2:
             assert sum(encoded) < total - before // 3, "finished shards are not made again"
+
+
+def test_a_dead_worker_leaves_finished_shards_for_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 5)
+    monkeypatch.setattr(document_builder, "SHARD_BYTES", 1000)
+    source, cache = mixed(tmp_path / "a.jsonl", 40), tmp_path / "cache"
+    encode = BatchEncoder.__call__
+
+    def die(self, task):
+        if task.first >= 30:
+            raise WorkerDeath("a process of tokenising was ended by SIGKILL")
+        return encode(self, task)
+
+    monkeypatch.setattr(BatchEncoder, "__call__", die)
+    with pytest.raises(WorkerDeath):
+        run(source, cache_dir=str(cache), **SKIP)
+    first = []
+    monkeypatch.setattr(BatchEncoder, "__call__", lambda self, task: first.append(task.first) or encode(self, task))
+    resumed = run(source, cache_dir=str(cache), **SKIP)
+    assert first[0] >= 20
+    same(resumed, run(source, **SKIP))
+
+
+def test_packed_lines_are_tokenised_and_resumed_as_plain_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 5)
+    monkeypatch.setattr(document_builder, "SHARD_BYTES", 1)
+    plain = mixed(tmp_path / "a.jsonl", 60)
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+
+    def interrupt(done, of, what):
+        if what.startswith("tokenising") and interrupts.append(done) is None and len(interrupts) == 6:
+            raise Stop
+
+    interrupts, cache = [], str(tmp_path / "cache")
+    with pytest.raises(Stop):
+        run(str(packed), cache_dir=cache, progress=interrupt, **SKIP)
+    resumed, straight = run(str(packed), cache_dir=cache, **SKIP), run(plain, **SKIP)
+    assert resumed.fingerprint == straight.fingerprint and len(interrupts) == 6
+    assert resumed.metadata["skipped"] == straight.metadata["skipped"]
+    assert [resumed.origin(index).rpartition(":")[2] for index in range(len(resumed))] == [
+        straight.origin(index).rpartition(":")[2] for index in range(len(straight))
+    ]
 
 
 def test_a_build_that_left_damage_behind_starts_over(tmp_path, monkeypatch):
@@ -245,13 +290,13 @@ def peak_bytes():
 
 
 def measured_growth(tmp_path, size):
-    small, large = padded(tmp_path / "small.jsonl", 4 << 20), padded(tmp_path / "large.jsonl", size)
+    small, large = padded(tmp_path / "small.jsonl", 2 << 20), padded(tmp_path / "large.jsonl", size)
     command = [sys.executable, "-c", GROWTH, small, large, str(tmp_path / "cache")]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    assert measured_growth(tmp_path, 50 << 20) < 16 << 20
+    assert measured_growth(tmp_path, 25 << 20) < 8 << 20
 
 
 @pytest.mark.slow

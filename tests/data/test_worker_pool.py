@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from freight.data.worker_pool import AHEAD, WorkerPool, usable_processes
+from freight.data.worker_pool import AHEAD, WorkerDeath, WorkerPool, usable_processes
 from freight.errors import DataError
 from tests.data.pool_tasks import work
 
@@ -43,8 +43,8 @@ def test_a_worker_uses_no_threads_of_the_tokenizers_library():
     [
         ("refuse", DataError, "^refused$"),
         ("break", RuntimeError, "KeyError: 'lost'"),
-        ("die", DataError, "a process of testing was ended by SIGKILL; memory may have run out"),
-        ("leave", DataError, "a process of testing ended with code 3; a script that calls Freight must"),
+        ("die", WorkerDeath, "a process of testing was ended by SIGKILL; memory may have run out"),
+        ("leave", WorkerDeath, "a process of testing ended with code 3; a script that calls Freight must"),
     ],
 )
 def test_a_failure_is_raised_here(answer, kind, words):

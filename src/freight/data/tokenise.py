@@ -20,6 +20,7 @@ from freight.data.rejects import rejects_name
 from freight.data.sources import SourceFiles, resolve_sources
 from freight.data.template import ChatTemplate, load_chat_template
 from freight.data.token_store import ArrowSink, MemorySink, StoredDocuments
+from freight.data.worker_pool import WorkerDeath
 from freight.errors import DataError, FreightError
 
 if TYPE_CHECKING:
@@ -124,13 +125,16 @@ def build_entry(
         builder.run(state)
         sink.finish(builder.books.files, builder.metadata(hashes))
         publish(folder, final)
+    except WorkerDeath:
+        sink.abort()  # finished shards stay for the next start
+        raise
     except FreightError:
         sink.abort()
         place_rejects(job.sources, folder, output_dir)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except BaseException:
-        sink.abort()  # finished shards stay for the next start
+        sink.abort()  # so they do after a fault of ours or Ctrl-C
         raise
     return StoredDocuments(final)
 

@@ -28,6 +28,10 @@ AHEAD = 3  # tasks per worker that are read before the oldest result is taken
 CLOSE_SECONDS = 5.0
 
 
+class WorkerDeath(DataError):
+    """A worker ended before its time; what was finished until then is good."""
+
+
 class Slot(Generic[Kept]):
     """The place of a task in the order, and its outcome once it is there."""
 
@@ -84,7 +88,7 @@ class WorkerPool(Generic[Task, Result]):
             What stayed here, and the result.
 
         Raises:
-            DataError: A worker died.
+            WorkerDeath: A worker died.
             Exception: Whatever the function raised, or what reading the tasks raised, once the results of all tasks
                 before it have been yielded.
         """
@@ -136,14 +140,14 @@ class WorkerPool(Generic[Task, Result]):
             raise result
         return slot.kept, result
 
-    def _death(self, connection: Any) -> DataError:
+    def _death(self, connection: Any) -> WorkerDeath:
         process = self._processes[connection]
         process.join(CLOSE_SECONDS)
         code = process.exitcode
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
-            return DataError(f"a process of {self._work} {how}; memory may have run out: give the machine more")
-        return DataError(
+            return WorkerDeath(f"a process of {self._work} {how}; memory may have run out: give the machine more")
+        return WorkerDeath(
             f"a process of {self._work} ended with code {code}; a script that calls Freight must do so below "
             'if __name__ == "__main__"'
         )
