@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from freight.config.adapter_targets import AdapterTargets
 from freight.config.architecture import Architecture
+from freight.config.schema import AdapterConfig
 from freight.nn.decoder import Decoder
 from freight.ops.attention_plan import document_pairs
 from freight.train.flops import (
@@ -22,6 +24,7 @@ from freight.train.flops import (
     step_flops,
     table_peak,
     total_parameters,
+    trained_part,
 )
 from tests.nn.small_decoders import SMALL, VARIANTS
 
@@ -68,6 +71,37 @@ def test_formula_is_what_matrix_products_cost() -> None:
             (x @ torch.randn(rows, columns, requires_grad=True).t()).sum().backward()
     norms = 2 * arch.num_layers + 1
     assert 6 * (body_parameters(arch) - norms * 16) * tokens == arch.num_layers * counter.get_total_flops()
+
+
+def test_an_adapter_costs_what_its_matrix_products_cost() -> None:
+    """Torch counts the linears of two blocks and the head, A and B of two modules; norms and pairs are added."""
+    arch = Architecture.model_validate(SMALL | dict(num_query_groups=2, tie_embeddings=False))
+    adapted = AdapterTargets(("layers.1.attention.q_proj", "layers.1.mlp.up_proj"))
+    trained = trained_part(arch, AdapterConfig(rank=3), adapted)
+    assert (trained.added, trained.body, trained.head, trained.first_layer) == (3 * (16 + 16 + 24 + 16), 0, False, 1)
+    shapes = [(16, 16), (8, 16), (8, 16), (16, 16), (24, 16), (24, 16), (16, 24)]
+    tokens = 5
+    with FlopCounterMode(display=False) as counter:
+        for layer, rows, columns in [(layer, *shape) for layer in (0, 1) for shape in shapes]:
+            x = torch.randn(tokens, columns, requires_grad=layer == 1)
+            product = x @ torch.randn(rows, columns).t()
+            if product.requires_grad:
+                product.sum().backward()
+        x = torch.randn(tokens, 16, requires_grad=True)
+        (x @ torch.randn(arch.vocab_size, 16).t()).sum().backward()
+        for rows, columns in ((3, 16), (16, 3), (3, 16), (24, 3)):
+            x = torch.randn(tokens, columns, requires_grad=True)
+            (x @ torch.randn(rows, columns, requires_grad=True).t()).sum().backward()
+    norms = (2 * 16 * 2 + (2 + 1) * 16 * 4) * tokens  # below the first trained layer 2 per weight, from there on 4
+    pairs = 15 * arch.num_attention_heads * arch.dims_per_head * (4 + 12)
+    assert step_flops(arch, [tokens], trained=trained).model == counter.get_total_flops() + norms + pairs
+
+
+def test_embeddings_in_full_need_gradients_everywhere() -> None:
+    arch = Architecture.model_validate(SMALL | dict(tie_embeddings=True))
+    trained = trained_part(arch, AdapterConfig(), AdapterTargets(("layers.1.mlp.up_proj",), ("embed_tokens", "norm")))
+    assert (trained.head, trained.first_layer, trained.body) == (True, 0, 16)
+    assert trained_part(arch, None, None).body == body_parameters(arch)
 
 
 def test_peaks_and_memory_are_measured() -> None:

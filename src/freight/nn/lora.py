@@ -53,8 +53,7 @@ class LoraLinear(nn.Module, LoraLayer):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self.fan_in_fan_out = False
-        self.rate = config.lora_dropout
-        self.site = int.from_bytes(hashlib.sha256(target_name.encode()).digest()[:7], "little")
+        self.dropout = InputDropout(target_name, config.lora_dropout) if config.lora_dropout else None
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
         self.lora_A[adapter_name] = Linear(base_layer.in_features, r, bias=False)
@@ -74,9 +73,9 @@ class LoraLinear(nn.Module, LoraLayer):
         """
         frozen, magnitude = self.frozen, self.magnitude
         base = frozen(x, tokens)
-        if self.training and self.rate:
+        if self.training and self.dropout is not None:
             assert tokens is not None
-            x = x * dropout_factors(tokens, self.site, self.rate, x)  # pyright: ignore[reportCallIssue] (decorator hides it)
+            x = x * self.dropout.factors(tokens, x)  # pyright: ignore[reportAttributeAccessIssue] (decorator hides it)
         update = self.b(self.a(x)) * self.scale
         if magnitude is None:
             return base + update
@@ -158,18 +157,28 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return (squares + (scaled * (2 * cross + inner)).sum(1)).sqrt()
 
 
-@torch.compiler.disable  # the step's number is part of the key: compiled, every step would be another program
-def dropout_factors(tokens: TokenRange, site: int, rate: float, like: Tensor) -> Tensor:
-    """What dropout multiplies the inputs of one module by: 0, or `1 / (1 - rate)`.
+class InputDropout:
+    """What dropout multiplies the inputs of one module by. An object, so that compiled layers share one program.
 
     Args:
-        tokens: Rows of the inputs, by their numbers in the microbatch.
-        site: Tells the module from others.
+        name: Of the module, which tells it from others.
         rate: Share dropped.
-        like: `[tokens, features]`, for features, dtype and device.
     """
-    batch, device = tokens.batch, like.device
-    rows = torch.arange(tokens.start, tokens.stop, device=device)
-    columns = torch.arange(like.shape[1], device=device)
-    keep = keep_mask((batch.seed, batch.step, batch.microbatch, site), rows, columns, rate)
-    return scaled_keep(keep, rate, like.dtype)
+
+    def __init__(self, name: str, rate: float) -> None:
+        self.site = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        self.rate = rate
+
+    @torch.compiler.disable  # the step's number is part of the key: compiled, every step would be another program
+    def factors(self, tokens: TokenRange, like: Tensor) -> Tensor:
+        """0 where dropped, else `1 / (1 - rate)`.
+
+        Args:
+            tokens: Rows of the inputs, by their numbers in the microbatch.
+            like: `[tokens, features]`, for features, dtype and device.
+        """
+        batch, device = tokens.batch, like.device
+        rows = torch.arange(tokens.start, tokens.stop, device=device)
+        columns = torch.arange(like.shape[1], device=device)
+        keep = keep_mask((batch.seed, batch.step, batch.microbatch, self.site), rows, columns, self.rate)
+        return scaled_keep(keep, self.rate, like.dtype)
