@@ -35,3 +35,7 @@ class DataError(FreightError, ValueError):
 
 class CheckpointError(FreightError, RuntimeError):
     """Weights or saved state that are missing, damaged or do not fit."""
+
+
+class OffloadError(FreightError, RuntimeError):
+    """A place for tensors off the device that cannot be had, is too small, or failed."""

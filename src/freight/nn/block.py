@@ -18,7 +18,7 @@ from freight.nn.attention import Attention, shared_rotation
 from freight.nn.mlp import MLP
 from freight.nn.norm import build_norm
 from freight.ops.batch import TokenBatch, TokenRange
-from freight.ops.protocols import AttentionCore, BlockRunner, RunnableBlock
+from freight.ops.protocols import AttentionCore, AttentionSpec, BlockRunner, RunnableBlock
 
 
 class PlainRunner:
@@ -69,6 +69,12 @@ class Block(nn.Module):
         """Run a named part the way the runner wants."""
         return self.runner.run_part(name, function, *inputs)
 
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What is asked of attention now: without dropout outside training."""
+        spec, dropout = self.attention.spec, self.attention.dropout
+        return replace(spec, dropout=dropout) if self.training and dropout else spec
+
     def pre(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, hidden]` -> q `[tokens, heads, head_dim]`, k and v `[tokens, groups, head_dim]`."""
         rope = self.attention.rope
@@ -78,10 +84,7 @@ class Block(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:
         """Attention -> context `[tokens, heads, head_dim]`."""
-        spec = self.attention.spec
-        if self.training and self.attention.dropout:
-            spec = replace(spec, dropout=self.attention.dropout)
-        return self.run_part("core", self.attention_core, q, k, v, batch, spec)
+        return self.run_part("core", self.attention_core, q, k, v, batch, self.attention_spec)
 
     def post(self, hidden: Tensor, context: Tensor, tokens: TokenRange) -> Tensor:
         """Hidden states and context -> `[tokens, hidden]`."""

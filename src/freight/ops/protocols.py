@@ -6,11 +6,11 @@ never import each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from freight.ops.batch import TokenBatch, TokenRange
 
@@ -46,6 +46,15 @@ class AttentionCore(Protocol):
 
 class RunnableBlock(Protocol):
     """What a runner may call of a block; it knows nothing else about the inside."""
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What `core` asks of attention now: without dropout outside training."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of `pre` and `post`, as they are used now."""
+        ...
 
     def pre(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, hidden]` -> q, k, v; token-wise."""
@@ -113,18 +122,26 @@ class Pending(Protocol):
 
 
 class HeadTransport(Protocol):
-    """Exchanges a token shard of all heads for all tokens of a head shard; nothing moves on one rank.
+    """Exchanges a token shard of all heads for all tokens of a head shard.
 
-    Tensors are raw (no graph); all of one call travel in one collective. `kv` says how many of the last tensors have
-    key-value heads (K, V or their gradients), the others have query heads. Every rank calls in the same order.
+    Tensors are raw (no graph); all of one call travel in one collective, and every rank calls in the same order. `kv`
+    says how many of the last tensors have key-value heads (K, V or their gradients); a rank may hold as many of these
+    as of query heads, so it cannot be told from shapes.
+
+    Args:
+        size: Ranks that share the tokens; a rank's `[tokens / size, ...]` of a chunk become `[tokens, ...]`.
+        first_head: Global number of this rank's first query head, part of the dropout counter.
     """
 
+    size: int
+    first_head: int
+
     def scatter_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
-        """`[tokens/cp, heads, d]` -> `[tokens, heads of this rank, d]`, tokens in rank order."""
+        """`[tokens / size, heads, d]` -> `[tokens, heads of this rank, d]`, tokens in rank order."""
         ...
 
     def gather_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
-        """`[tokens, heads of this rank, d]` -> `[tokens/cp, heads, d]`; key-value heads held twice are summed."""
+        """`[tokens, heads of this rank, d]` -> `[tokens / size, heads, d]`; key-value heads held twice are summed."""
         ...
 
     def start_scatter_heads(self, *tensors: Tensor, kv: int = 0) -> Pending:
@@ -136,13 +153,58 @@ class HeadTransport(Protocol):
         ...
 
 
-class TensorStore(Protocol):
-    """Keeps tensors on a tier (device, host, disk) between forward and backward."""
+class Key(NamedTuple):
+    """What a store knows a tensor by.
 
-    def put(self, index: int, *tensors: Tensor) -> None:
-        """Take the tensors of one chunk."""
+    Args:
+        name: Kind of tensor; the kinds of a store have slots of their own size.
+        owner: Whose it is: a number that no two (layer, microbatch) in flight share.
+        chunk: Number of the chunk.
+    """
+
+    name: str
+    owner: int
+    chunk: int = 0
+
+
+class TensorStore(Protocol):
+    """Keeps tensors on a tier (device, host, disk) and gives them back, bit for bit.
+
+    A tensor that was put belongs to the store: the caller writes to it no more. A tensor that was gotten is read only.
+    Nothing waits for a device; a call waits for a transfer only where what it needs is still on its way.
+
+    Args:
+        on_device: The tier is the device itself, so that keeping a tensor there saves nothing.
+        bytes_in: Bytes brought to the device so far.
+        bytes_out: Bytes taken from it.
+        wait_seconds: Time that callers spent waiting for transfers.
+    """
+
+    on_device: bool
+    bytes_in: int
+    bytes_out: int
+    wait_seconds: float
+
+    def put(self, key: Key, tensor: Tensor) -> None:
+        """Take a tensor, or put another in its place."""
         ...
 
-    def get(self, index: int) -> tuple[Tensor, ...]:
-        """Give them back, on the device."""
+    def prefetch(self, key: Key) -> None:
+        """Begin to bring a tensor to the device, for the next `get`."""
+        ...
+
+    def get(self, key: Key) -> Tensor:
+        """The tensor, on the device; the store keeps it."""
+        ...
+
+    def accumulate(self, key: Key, tensor: Tensor) -> None:
+        """Add to what is kept, or put a float32 (float64 for float64) copy if nothing is."""
+        ...
+
+    def free(self, key: Key) -> None:
+        """Forget a tensor; nothing if it is not there."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; the store cannot be used any more."""
         ...

@@ -1,0 +1,211 @@
+"""Tensors in one file on a local disk, mapped into memory and moved by threads.
+
+The file is allocated whole, so that a full disk shows at the start and not in the middle of a step, and has no name
+once it is open, so that it vanishes with the process however that ends. After each copy the pages are dropped from the
+process: its resident memory stays what the computation needs, and the kernel decides how much of the file it caches.
+At most two tensors wait to be written; the computation waits for the disk rather than filling memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from freight.errors import OffloadError
+from freight.memory.slots import Slab, Slot, Slots
+from freight.ops.attention_math import working_dtype
+from freight.ops.protocols import Key
+
+FILE_PREFIX = "freight-offload-"
+READERS = 2
+WAITING_WRITES = 2
+MS_ASYNC = 1  # of msync(2); Python's mmap only has the waiting form
+
+T = TypeVar("T")
+
+
+class DiskStore:
+    """A `TensorStore` on disk.
+
+    Args:
+        slabs: Slots per kind of tensor.
+        device: Where tensors come from and go to.
+        directory: An existing folder; local NVMe, if the transfers are to hide behind the computation.
+
+    Raises:
+        OffloadError: The directory cannot be written to, or has too little space.
+    """
+
+    on_device = False
+
+    def __init__(self, slabs: Mapping[str, Slab], device: torch.device, directory: Path) -> None:
+        self.bytes_in = self.bytes_out = 0
+        self.wait_seconds = 0.0
+        self._device = device
+        self._slots = Slots(slabs)
+        self._file = _MappedFile(directory, max(self._slots.total_bytes, 1))
+        self._writer = ThreadPoolExecutor(1, "freight-write")
+        self._readers = ThreadPoolExecutor(READERS, "freight-read")
+        self._writing: dict[Key, tuple[Tensor, Future[None]]] = {}
+        self._order: deque[Future[None]] = deque()
+        self._reading: dict[Key, Future[Tensor]] = {}
+
+    def put(self, key: Key, tensor: Tensor) -> None:
+        """Hand it to the writer."""
+        self._settle(WAITING_WRITES - 1)
+        slot = self._slots.take(key, tensor)
+        self._reading.pop(key, None)
+        tensor = tensor.detach()
+        future = self._writer.submit(self._write, slot, tensor, _event(tensor))
+        self._writing[key] = tensor, future
+        self._order.append(future)
+        self.bytes_out += slot.nbytes
+
+    def prefetch(self, key: Key) -> None:
+        """Have a reader begin."""
+        self._settle(WAITING_WRITES)
+        slot = self._slots[key]
+        if key in self._reading or key in self._writing:
+            return  # what is still on its way out need not come back
+        self._reading[key] = self._readers.submit(self._file.read, slot, self._device.type == "cuda")
+        self.bytes_in += slot.nbytes
+
+    def get(self, key: Key) -> Tensor:
+        """A copy on the device, or the tensor itself while it has not left yet."""
+        self.prefetch(key)
+        if key in self._writing:
+            return self._writing[key][0]
+        tensor = self._wait(self._reading.pop(key))
+        return tensor.to(self._device, non_blocking=True)
+
+    def accumulate(self, key: Key, tensor: Tensor) -> None:
+        """Add on the device, and put the sum."""
+        if key in self._slots:
+            self.put(key, self.get(key) + tensor)
+        else:
+            self.put(key, tensor.to(working_dtype(tensor.dtype), copy=True))
+
+    def free(self, key: Key) -> None:
+        """Give its slot to others; the one writer keeps their order."""
+        self._slots.release(key)
+        self._reading.pop(key, None)
+        self._writing.pop(key, None)
+
+    def close(self) -> None:
+        """End the threads and give the space back."""
+        self._writer.shutdown(cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)
+        self._writing.clear()
+        self._reading.clear()
+        self._order.clear()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, slot: Slot, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        self._file.write(slot, tensor)
+
+    def _settle(self, waiting: int) -> None:
+        """Wait until at most so many writes are under way; raise what a finished one has raised."""
+        while self._order and (len(self._order) > waiting or self._order[0].done()):
+            self._wait(self._order.popleft())
+        for key in [key for key, (_, future) in self._writing.items() if future.done()]:
+            del self._writing[key]
+
+    def _wait(self, future: Future[T]) -> T:
+        start = time.perf_counter()
+        try:
+            return future.result()
+        except OSError as error:
+            raise OffloadError(f"`offload.directory` {self._file.directory}: {error}.") from error
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+
+def _event(tensor: Tensor) -> torch.cuda.Event | None:
+    """When a tensor's values will be there; None for host memory, where they are."""
+    if tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+class _MappedFile:
+    """A nameless file of a fixed size, as memory."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        self.directory = directory
+        descriptor = _allocate(directory, size)
+        try:
+            self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)  # the mapping keeps the file
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def write(self, slot: Slot, tensor: Tensor) -> None:
+        """Copy a tensor to its slot and let the kernel write it."""
+        slot.view(self._memory).copy_(tensor)
+        start, length = _pages(slot)
+        if self._libc.msync(ctypes.c_void_p(self._memory.data_ptr() + start), ctypes.c_size_t(length), MS_ASYNC):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def read(self, slot: Slot, pinned: bool) -> Tensor:
+        """A copy of a slot in (pinned) host memory."""
+        tensor = torch.empty(slot.shape, dtype=slot.dtype, pin_memory=pinned)
+        tensor.copy_(slot.view(self._memory))
+        self._map.madvise(mmap.MADV_DONTNEED, *_pages(slot))
+        return tensor
+
+    def close(self) -> None:
+        """Unmap it, which frees its space."""
+        del self._memory
+        self._map.close()
+
+
+def _pages(slot: Slot) -> tuple[int, int]:
+    """First byte and length of the pages that a slot touches."""
+    start = slot.start // mmap.PAGESIZE * mmap.PAGESIZE
+    return start, slot.start + max(slot.nbytes, 1) - start
+
+
+def _allocate(directory: Path, size: int) -> int:
+    """Descriptor of a new nameless file with all its space."""
+    free = None
+    path = directory / f"{FILE_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        for leftover in directory.glob(f"{FILE_PREFIX}*"):
+            leftover.unlink(missing_ok=True)  # of a run that was killed; a living one has no name here
+        status = os.statvfs(directory)
+        free = status.f_bavail * status.f_frsize
+        if free >= size:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            path.unlink(missing_ok=True)
+            os.posix_fallocate(descriptor, 0, size)
+            return descriptor
+        reason = "it has too little space"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    known = "" if free is None else f", {free} are free"
+    raise OffloadError(
+        f"`offload.directory` {directory} cannot be used: {reason}; {size} bytes are needed{known}. "
+        "Name a folder on a disk with that much space."
+    )
