@@ -28,6 +28,11 @@ def test_ids_and_the_label_of_a_cut_end():
     assert show_document(piece, None).plain == f"·{a} ⟦·{b} ⟧ → ⟦{c}⟧"
 
 
+def test_an_id_stands_behind_its_token_and_before_the_line_ends():
+    a, feed, b = TOKENIZER("a\nb").input_ids
+    assert show_document(document("a\nb", ()), TOKENIZER, ids=True).plain == f"a·{a} ⏎·{feed} \nb·{b} "
+
+
 def test_characters_of_several_tokens_show_once():
     ids = TOKENIZER("é日x").input_ids
     assert token_texts(ids, TOKENIZER) == ["", "é", "", "", "日", "x"]

@@ -14,7 +14,7 @@ from freight.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from freight.config.schema import DataConfig
+    from freight.config.schema import DataConfig, Source
     from freight.data.documents import Document
     from freight.data.packed_file import PackedFile
     from freight.data.rows import Row
@@ -80,27 +80,62 @@ def show_spans(row: Row, tokenizer: str | None, *, ids: bool = False) -> None:
 
 def _show_record(data: DataConfig, tokenizer: str, record: int, ids: bool) -> None:
     from freight.config.schema import Source
-    from freight.data.tokenise import tokenise
     from freight.data.tokenizer import load_tokenizer
 
-    # Only the records up to the one wanted are read, and nothing is written.
     if data.train is None:
         raise ConfigError("`data.train` is missing. Show the packed file itself: `freight show FILE`.")
-    sources = (data.train,) if isinstance(data.train, str) else data.train
-    limited = tuple(
-        source.model_copy(update={"max_records": record + 1})
-        if isinstance(source, Source)
-        else Source(path=source, max_records=record + 1)
-        for source in sources
-    )
     loaded = load_tokenizer(tokenizer)
-    section = data.model_copy(update={"cache_dir": None})
-    documents = tokenise(limited, section, loaded, vocab_size=2**31, output_dir=None)
-    if record >= len(documents):
-        raise DataError(f"{data.train}: record {record} does not exist; there are {len(documents)}.")
-    document = documents[record]
-    say(f"{documents.origin(record)}: {len(document)} tokens, {document.num_targets} supervised")
-    _print(document, loaded, ids=ids)
+    left = record
+    for entry in (data.train,) if isinstance(data.train, str) else data.train:
+        source = entry if isinstance(entry, Source) else Source(path=entry)
+        documents, read, reject = _documents_of(source, left, data, loaded)
+        if read <= left:
+            left -= read
+            continue
+        for document, origin in documents:
+            say(f"{origin}: {len(document)} tokens, {document.num_targets} supervised")
+            _print(document, loaded, ids=ids)
+        if not documents:
+            field = f"{reject['field']}: " if reject["field"] else ""
+            raise DataError(f"{reject['file']}:{reject['line']}: {field}{reject['message']}")
+        return
+    raise DataError(f"record {record} does not exist; there are {record - left}.")
+
+
+def _documents_of(
+    source: Source, number: int, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[tuple[Document, str]], int, dict[str, str]]:
+    """What one record of a source becomes, with where it stands; the records read; and the last one that was refused.
+
+    Documents of the records up to this one that are none of those up to the one before: a record may become several,
+    or none. Nothing is written.
+    """
+    import json
+    from tempfile import TemporaryDirectory
+
+    from freight.data.tokenise import tokenise
+
+    allowed = source.max_records or number + 1
+    section = data.model_copy(
+        update={"cache_dir": None, "on_bad_record": "skip", "max_skipped_fraction": 1.0, "packing": None}
+    )
+    before, documents, reject = 0, None, {}
+    for records in sorted({min(allowed, count) for count in (number, number + 1)} - {0}):
+        limited = source.model_copy(update={"max_records": records})
+        with TemporaryDirectory() as folder:
+            before = 0 if documents is None else len(documents)
+            try:
+                documents = tokenise((limited,), section, tokenizer, vocab_size=2**31, output_dir=Path(folder))
+            except DataError:
+                documents = None
+            for path in Path(folder).glob("rejects-*.jsonl"):
+                reject = json.loads(path.read_bytes().splitlines()[-1])
+            if documents is None and not reject:
+                tokenise((limited,), section, tokenizer, vocab_size=2**31)
+    if documents is None:
+        return [], number + 1, reject
+    new = range(before if documents.metadata["records_read"] > number else len(documents), len(documents))
+    return [(documents[index], documents.origin(index)) for index in new], documents.metadata["records_read"], reject
 
 
 def _print(document: Document, tokenizer: PreTrainedTokenizerBase | None, *, ids: bool) -> None:

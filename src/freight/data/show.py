@@ -36,9 +36,12 @@ def show_document(document: Document, tokenizer: PreTrainedTokenizerBase | None,
             text.append("⟦" if target else "⟧", TARGET_STYLES[0])
             inside = target
         style = (TARGET_STYLES if target else CONTEXT_STYLES)[index % 2]
-        text.append(word, style)
-        if ids or not tokenizer:
-            text.append(f"·{number} ", f"{style} italic")
+        if not ids and tokenizer:
+            text.append(word, style)
+            continue
+        line_end = "\n" if word.endswith("\n") else ""
+        text.append(word.removesuffix("\n"), style)
+        text.append(f"·{number} {line_end}", f"{style} italic")
     text.append("⟧" if inside else "", TARGET_STYLES[0])
     if document.tail_label != NO_TAIL:
         follows = token_texts([document.tail_label], tokenizer)[0] if tokenizer else str(document.tail_label)
