@@ -23,6 +23,8 @@ from freight.train.optimizer import optimizer_state
 from freight.verify.ranks import RankPool
 from tests.train.tiny_run import TinyRun, config, no_peak, same
 
+pytestmark = pytest.mark.usefixtures("mesh")  # whatever builds a model needs a process group
+
 DOCUMENTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
 
