@@ -55,9 +55,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, _, inverse = ctx.saved_tensors
+        saved = x, _, inverse = ctx.saved_tensors  # read once: recompute gives them only once
         normed = _copy(x, inverse.dtype).mul_(inverse)
-        d_x, d_weight = _gradients(ctx, grads[0].to(inverse.dtype), normed, centre=False)
+        d_x, d_weight = _gradients(ctx, saved, grads[0].to(inverse.dtype), normed, centre=False)
         return d_x, d_weight, None, None
 
 
@@ -77,10 +77,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, _, inverse, mean = ctx.saved_tensors
+        saved = x, _, inverse, mean = ctx.saved_tensors
         normed = _copy(x, inverse.dtype).sub_(mean).mul_(inverse)
         grad = grads[0].to(inverse.dtype)
-        d_x, d_weight = _gradients(ctx, grad, normed, centre=True)
+        d_x, d_weight = _gradients(ctx, saved, grad, normed, centre=True)
         d_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return d_x, d_weight, d_bias, None, None
 
@@ -99,12 +99,14 @@ def _inverse_rms(norm: Tensor, size: int, eps: float) -> Tensor:
     return norm.square_().div_(size).add_(eps).rsqrt_()
 
 
-def _gradients(ctx: Any, grad: Tensor, normed: Tensor, *, centre: bool) -> tuple[Tensor | None, Tensor | None]:
+def _gradients(
+    ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, normed: Tensor, *, centre: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Of input and weight, from n = `normed`, which is `x` (centred or not) times `inverse`.
 
     `dw = sum_rows(g n)`, `dx = (g w - n mean(g w n) [- mean(g w)]) inverse`; one product serves both.
     """
-    x, weight, inverse, *_ = ctx.saved_tensors
+    x, weight, inverse, *_ = saved
     scale = _scale(weight, inverse.dtype, ctx.offset)
     product = grad * normed
     d_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
