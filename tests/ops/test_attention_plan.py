@@ -84,6 +84,8 @@ def test_plan_covers_exactly_the_visible_pairs(
     assert plan.pairs == len(pairs)
     for entry in plan.entries:
         kinds = {entry.mask.kind, entry.mask.shape.kind}
+        queries = sorted(q for q, _ in entry.segments())
+        assert all(a[1] <= b[0] for a, b in pairwise(queries)), "results of one launch need no merging"
         for (a, b), (c, d) in entry.segments():
             assert a < b and c < d
             assert kinds & {MaskKind.FULL, MaskKind.WINDOW} or b - a == d - c, "triangles are square"

@@ -55,7 +55,7 @@ class BlockAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, dropout: PairDropout | None
     ) -> tuple[Tensor, Tensor]:
         """`q [tokens, heads, d]`, `k, v [tokens, groups, d]` -> context like q, lse `[heads, tokens]`."""
-        out, lse = _forward(q, k, v, schedule, dropout)
+        out, lse = schedule_forward(q, k, v, schedule, dropout)
         ctx.schedule, ctx.dropout = schedule, dropout
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -66,10 +66,13 @@ class BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of q, k, v; exactly 0 at padding."""
         q, k, v, out, lse = ctx.saved_tensors
-        return *_backward(dout, q, k, v, out, lse, ctx.schedule, ctx.dropout), None, None
+        return *schedule_backward(dout, q, k, v, out, lse, ctx.schedule, ctx.dropout), None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, dropout: PairDropout | None) -> tuple[Tensor, Tensor]:
+def schedule_forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, dropout: PairDropout | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by one schedule: out like q, lse `[heads, tokens]`; 0 and `-inf` where nothing was seen."""
     plan = schedule.plan
     dtype = working_dtype(q.dtype)
     once = plan.queries_once
@@ -112,7 +115,7 @@ def add_forward(
         rows.put(lse, block_lse)
 
 
-def _backward(
+def schedule_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -122,6 +125,7 @@ def _backward(
     schedule: Schedule,
     dropout: PairDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; exactly 0 where nothing was seen."""
     plan = schedule.plan
     dtype = working_dtype(q.dtype)
     grads = (
@@ -208,34 +212,28 @@ class LocalAttention:
         """
         return _attend(self, q, k, v, batch, spec)
 
-    def schedule_of(
+    def schedule_of(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> Schedule:
+        """The whole stream's schedule, made by the first layer that asks for it."""
+        return batch.cached(("attention", self.key(q, k, spec)), lambda: self.schedule(q, k, batch, spec))
+
+    def key(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Hashable:
+        """What schedules of one microbatch depend on."""
+        shared = replace(spec, layer=0)  # layers differ in what they drop, which is no part of a schedule
+        settings = (self.backend, self.disabled, self.deterministic)
+        return settings, shared, q.dtype, q.shape[1:], k.shape[1:], q.device
+
+    def schedule(
         self,
         q: Tensor,
         k: Tensor,
         batch: TokenBatch,
         spec: AttentionSpec,
-        part: Hashable = None,
         build: Callable[..., AttentionPlan] = build_plan,
+        **ranges: Any,
     ) -> Schedule:
-        """The microbatch's schedule, made by the first layer that asks for it.
-
-        Args:
-            q: Queries; only their heads, dtype and device matter.
-            k: Keys, likewise.
-            batch: Where documents lie.
-            spec: What the layer asks.
-            part: Tells schedules of one microbatch apart, by the ranks that keys come from, say.
-            build: Makes the plan of this part; called as `build_plan`.
-        """
-        shared = replace(spec, layer=0)  # layers differ in what they drop, which is no part of the schedule
-        settings = (self.backend, self.disabled, self.deterministic)
-        key = ("attention", part, settings, shared, q.dtype, q.shape[1:], k.shape[1:], q.device)
-
-        def make() -> Schedule:
-            plan = self.plan(q, k, batch, spec, batch.cu_seqlens, batch.lengths, build=build)
-            return Schedule(plan, *self.kernels(q, k, batch, spec, plan.entries))
-
-        return batch.cached(key, make)
+        """A plan of the microbatch and the kernel of each of its blocks; arguments as in `plan`."""
+        plan = self.plan(q, k, batch, spec, batch.cu_seqlens, batch.lengths, build=build, **ranges)
+        return Schedule(plan, *self.kernels(q, k, batch, spec, plan.entries))
 
     def plan(
         self,
@@ -252,14 +250,14 @@ class LocalAttention:
         """The blocks of some segments of a microbatch, as this core's kernels want them.
 
         Args:
-            q: As in `schedule_of`, and k, batch, spec and build.
-            k: Keys.
-            batch: The microbatch.
+            q: Queries; only their heads, dtype and device matter.
+            k: Keys, likewise.
+            batch: The microbatch; kernels are chosen by its longest document.
             spec: What the layer asks.
             cu_seqlens: Borders of the segments.
             lengths: Their real tokens.
             build: `build_plan`, or one like it.
-            **ranges: What else it takes: `q_blocks`, `kv_blocks`.
+            **ranges: What else it takes: `q_blocks` and `kv_blocks`, say.
         """
         hardware = hardware_of(q.device)
         window = spec.window if spec.window is not None and spec.window < batch.max_seqlen else None

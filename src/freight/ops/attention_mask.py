@@ -50,7 +50,7 @@ class Mask:
         inner: Shape of each segment, for `documents`.
         window: Keys a query sees, for `window`.
         offset: First query's position minus first key's, for `window`.
-        segments: For `documents`: query ranges that do not overlap, key ranges that do not overlap.
+        segments: For `documents`: query ranges that do not overlap, and their key ranges, which may.
     """
 
     kind: MaskKind
@@ -124,12 +124,12 @@ class Rows:
 
     @cached_property
     def stride(self) -> int | None:
-        """Even spacing of unpadded segments, which makes the batch a view; None otherwise."""
+        """Even spacing of unpadded segments that do not overlap, which makes the batch a view; None otherwise."""
         if self.padded:
             return None
         steps = {b - a for a, b in pairwise(self.starts)} or {self.width}
         step = steps.pop()
-        return step if not steps and step > 0 else None
+        return step if not steps and step >= self.width else None
 
     def take(self, x: Tensor, *, zero_padding: bool = False) -> Tensor:
         """`[tokens, ...]` -> `[segments, width, ...]`."""

@@ -270,9 +270,16 @@ def _one_launch_each(pieces: list[Piece], max_segments: int | None) -> Iterator[
 
 
 def _split(group: list[Piece], max_segments: int | None) -> Iterator[PlanEntry]:
-    """A launch, or several where it would hold too many segments."""
-    size = max_segments or len(group)
-    yield from (_entry(group[i : i + size]) for i in range(0, len(group), size))
+    """A launch; several where pieces share queries, whose results must be merged, and where it would be too large."""
+    lanes: list[list[Piece]] = []
+    for piece in sorted(group, key=lambda piece: (piece.q, piece.k)):
+        lane = next((lane for lane in lanes if lane[-1].q[1] <= piece.q[0]), None)
+        if lane is None:
+            lanes.append(lane := [])
+        lane.append(piece)
+    for lane in lanes:
+        size = max_segments or len(lane)
+        yield from (_entry(lane[i : i + size]) for i in range(0, len(lane), size))
 
 
 def _entry(group: list[Piece]) -> PlanEntry:

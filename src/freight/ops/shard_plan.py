@@ -56,7 +56,7 @@ def build_shard_plan(
         causal: As in `build_plan`, and all that follow.
         window: Keys a token sees, itself included.
         varlen: The kernel takes documents of any lengths in one call.
-        native_window: The kernel takes a window as it is; of use where whole documents are in `keys`.
+        native_window: The kernel takes a window as it is; of use where queries and keys hold a whole document.
         max_segments: Most segments of one launch.
 
     Raises:
@@ -106,7 +106,7 @@ def _document_pieces(
         return [Piece(all_queries, all_keys, FULL)]
     if window is None and [part.range for part in queries] == [part.range for part in keys]:
         return [Piece(all_queries, all_keys, CAUSAL)]
-    whole = len(keys) == 1 and keys[0].range == document
+    whole = queries[0].range == keys[0].range == document
     return _fuse(
         Piece(_move(piece.q, query), _move(piece.k, key), piece.mask)
         for query in queries
@@ -133,7 +133,7 @@ def _fuse(pieces: Iterator[Piece]) -> list[Piece]:
     for piece in pieces:
         (rectangles if piece.mask.kind == MaskKind.FULL else fused).append(piece)
     wide: list[Piece] = []
-    for piece in sorted(rectangles):
+    for piece in sorted(rectangles, key=lambda piece: (piece.q, piece.k)):
         if wide and wide[-1].q == piece.q and wide[-1].k[1] == piece.k[0]:
             wide[-1] = wide[-1]._replace(k=(wide[-1].k[0], piece.k[1]))
         else:
@@ -153,10 +153,7 @@ def _pairs(piece: Piece) -> int:
     if piece.mask.kind == MaskKind.FULL:
         return queries * keys
     if piece.mask.kind == MaskKind.WINDOW:
-        first = piece.mask.offset
-        return document_pairs(first + queries, window=piece.mask.window) - document_pairs(
-            first, window=piece.mask.window
-        )
+        return document_pairs(queries, window=piece.mask.window)
     return queries * (queries + 1) // 2
 
 

@@ -18,9 +18,9 @@ from freight.parallel.mesh import data_axis
 
 
 def sum_over_data(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum a tensor over the data axis, in place.
+    """Sum a tensor over the data axis, context ranks included, in place.
 
-    **Communication**: one all-reduce over dp_shard of the tensor's bytes; none on one rank.
+    **Communication**: one all-reduce over dp_shard x cp of the tensor's bytes; none on one rank.
     """
     axis = data_axis(mesh)
     if axis.size() > 1:
