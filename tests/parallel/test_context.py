@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from freight.ops.protocols import AttentionSpec
 from freight.verify.ranks import RankPool
 from freight.verify.tolerances import difference
-from tests.parallel.context_tasks import Case, attend, plain
+from tests.parallel.context_tasks import Case, attend, plain, running_mean
 
 METHODS = ["ring", "ring contiguous", "all_gather", "all_gather contiguous", "ulysses"]
 
 
-def variants(methods: list[str], ranks: int) -> list[Case]:
+def methods_of(world: int) -> list[str]:
+    return [*METHODS, "hybrid"] if world == 4 else METHODS
+
+
+def variants(methods: list[str]) -> list[Case]:
     """One of every kind of stream, heads, mask and switch, for each method."""
-    plain_spec = AttentionSpec(scale=0.4, layer=1)
     cases = []
     for method in methods:
         cases += [
@@ -24,15 +29,16 @@ def variants(methods: list[str], ranks: int) -> list[Case]:
             Case(method, lengths=(31,), padding=3, groups=8),
             Case(method, lengths=(3, 1, 2, 1, 20), groups=1),
             Case(method, groups=2),
-            Case(method, heads=6, groups=2),
+            Case(method, heads=12, groups=3),
             Case(method, heads=9, groups=3, portions=3),
             Case(method, spec=AttentionSpec(scale=0.4, window=4)),
             Case(method, lengths=(40,), padding=1, spec=AttentionSpec(scale=0.4, window=11)),
             Case(method, spec=AttentionSpec(scale=0.4, softcap=2.0)),
             Case(method, spec=AttentionSpec(scale=0.4, dropout=0.3, layer=2)),
-            Case(method, lengths=(17, 8), groups=2, spec=AttentionSpec(scale=0.4, dropout=0.3, window=6)),
+            Case(method, lengths=(17, 8), heads=12, groups=3, spec=AttentionSpec(scale=0.4, dropout=0.3, window=6)),
+            Case(method, spec=AttentionSpec(scale=0.4, causal=False)),
             Case(method, backend="math"),
-            Case(method, lengths=(4, 4, 4, 4), padding=0, spec=plain_spec),
+            Case(method, lengths=(4, 4, 4, 4), padding=0),
             Case(method, lengths=(1,), padding=0),
         ]
     return cases
@@ -46,8 +52,58 @@ def check(cases: list[Case], results: list[list[torch.Tensor]]) -> None:
             assert (actual[padding] == 0).all(), f"{name} at padding of {case}"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_method_equals_one_process(ranks: RankPool, world: int) -> None:
-    cases = variants([*METHODS, *(["hybrid"] if world == 4 else [])], world)
+    cases = variants(methods_of(world))
     for results in ranks.run(attend, world, cases):
         check(cases, results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions(ranks: RankPool, dtype: torch.dtype) -> None:
+    cases = [Case(method, dtype=dtype, groups=2) for method in methods_of(4)]
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    for results in ranks.run(attend, 4, cases):
+        for case, parts in zip(cases, results, strict=True):
+            wanted = plain(replace(case, dtype=torch.float64))
+            for name, actual, exact in zip(("context", "dq", "dk", "dv"), parts, wanted, strict=True):
+                assert actual.dtype == dtype and difference(actual, exact) < tolerance, f"{name} of {case}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_waiting_at_once_gives_the_same_bits(ranks: RankPool, world: int) -> None:
+    specs = [AttentionSpec(scale=0.4), AttentionSpec(scale=0.4, window=5)]
+    shapes = [dict(groups=4), dict(heads=12, groups=3), dict(groups=1, dtype=torch.bfloat16)]
+    cases = [Case(m, spec=spec, **shape) for m in methods_of(world) for spec in specs for shape in shapes]
+    overlapped, at_once = (
+        ranks.run(attend, world, [replace(case, overlap=overlap) for case in cases]) for overlap in (True, False)
+    )
+    for of_rank in zip(overlapped, at_once, strict=True):
+        for case, first, second in zip(cases, *of_rank, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), case
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_document_moves_no_other_by_a_bit(ranks: RankPool, dtype: torch.dtype) -> None:
+    specs = [AttentionSpec(scale=0.4), AttentionSpec(scale=0.4, window=5)]
+    cases = [Case(m, spec=spec, dtype=dtype, groups=2) for m in methods_of(4) for spec in specs]
+    changed = [replace(case, changed=1) for case in cases]
+    (results, *_), (others, *_) = ranks.run(attend, 4, cases), ranks.run(attend, 4, changed)
+    for case, first, second in zip(cases, results, others, strict=True):
+        start, length = case.batch().spans[1]
+        kept = torch.ones(first[0].shape[0], dtype=torch.bool)
+        kept[start : start + length] = False
+        for x, y in zip(first, second, strict=True):
+            assert torch.equal(x[kept], y[kept]) and not torch.equal(x[~kept], y[~kept]), case
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_documents_and_windows_by_the_numbers(ranks: RankPool, world: int) -> None:
+    """Running means of documents 1..3 and 4..8, whole and with a window of 3; 0 at padding."""
+    whole = [1, 1.5, 2, 4, 4.5, 5, 5.5, 6, 0, 0]
+    windowed = [1, 1.5, 2, 4, 4.5, 5, 6, 7, 0, 0]
+    methods = methods_of(world)
+    for means in ranks.run(running_mean, world, methods, [None, 3, 9]):
+        for method, of_method in zip(methods, means, strict=True):
+            for mean, wanted in zip(of_method, (whole, windowed, whole), strict=True):
+                assert mean == pytest.approx(wanted, abs=1e-12), method

@@ -35,28 +35,10 @@ from freight.parallel.mesh import Axis, context_axes
 
 
 class Portion(NamedTuple):
-    """Some heads: how they travel, where their keys come from.
-
-    Args:
-        transport: Within the row.
-        keys: Across rows.
-        expansion: Which key-value head each query head uses, where kernels cannot tell.
-    """
+    """Some heads: how they travel within the row, and where their keys come from."""
 
     transport: UlyssesTransport
     keys: KeySource
-    expansion: Tensor | None
-
-    def expand(self, x: Tensor) -> Tensor:
-        """One key-value head for every query head, where kernels need it."""
-        return x if self.expansion is None else x.index_select(1, self.expansion)
-
-    def contract(self, grad: Tensor, like: Tensor) -> Tensor:
-        """The gradient of `like` from that of `expand(like)`."""
-        if self.expansion is None:
-            return grad
-        total = like.new_zeros(like.shape, dtype=working_dtype(like.dtype))
-        return total.index_add_(1, self.expansion, grad.to(total.dtype)).to(like.dtype)
 
 
 class ContextAttention:
@@ -125,13 +107,8 @@ class ContextAttention:
         portions = []
         for shares in split.portions(self.head_portions):
             transport = UlyssesTransport(q.shape[1], k.shape[1], self.within, shares)
-            share = transport.share
-            uses = split.expansion(share)
-            queries = q[:, : share.num_queries]
-            keys = k[:, : share.num_keys] if uses is None else queries
-            source = self._source(queries, keys, batch, spec, transport.first_head)
-            expansion = None if uses is None else torch.tensor(uses, device=q.device)
-            portions.append(Portion(transport, source, expansion))
+            queries, keys = q[:, : transport.share.num_queries], q[:, : transport.num_keys]
+            portions.append(Portion(transport, self._source(queries, keys, batch, spec, transport.first_head)))
         return tuple(portions)
 
     def _source(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec, first_head: int) -> KeySource:
@@ -219,8 +196,8 @@ class _Attention(torch.autograd.Function):
         gathers: list[Exchange] = []
 
         def fetch(number: int) -> tuple[tuple[Tensor, ...], Exchange]:
-            here, portion = scatters[number].wait(), portions[number]
-            return here, begun(portion.keys.start(portion.expand(here[1]), portion.expand(here[2])))
+            here = scatters[number].wait()
+            return here, begun(portions[number].keys.start(here[1], here[2]))
 
         for portion, (here, keys) in zip(portions, _fetched(fetch, portions), strict=True):
             out, lse = portion.keys.forward(here[0], keys.wait())
@@ -241,14 +218,12 @@ class _Attention(torch.autograd.Function):
         gathers: list[Exchange] = []
 
         def fetch(number: int) -> tuple[tuple[Tensor, ...], Exchange]:
-            portion, (_, k, v, _, _) = portions[number], kept[number]
-            return scatters[number].wait(), begun(portion.keys.start(portion.expand(k), portion.expand(v)))
+            _, k, v, _, _ = kept[number]
+            return scatters[number].wait(), begun(portions[number].keys.start(k, v))
 
         def send_home(number: int) -> None:
-            portion, (_, k, v, _, _) = portions[number], kept[number]
-            dq, dk, dv = returns[number].wait()
-            heads = dq, portion.contract(dk, k), portion.contract(dv, v)
-            gathers.append(begun(portion.transport.start_gather_heads(*heads, kv=2, into=into)))
+            gradients = returns[number].wait()
+            gathers.append(begun(portions[number].transport.start_gather_heads(*gradients, kv=2, into=into)))
 
         for number, ((dout,), keys) in enumerate(_fetched(fetch, portions)):
             q, _, _, out, lse = kept[number]

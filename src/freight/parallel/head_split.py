@@ -76,14 +76,15 @@ class HeadSplit:
         below, above = (low + (high - low) * n // count for n in (number, number + 1))
         return self._with_keys(max(first, below * self.per_group), min(last, above * self.per_group))
 
-    def expansion(self, share: HeadShare) -> tuple[int, ...] | None:
-        """Which of its key-value heads each query head of a share uses; None where kernels find it themselves.
+    def runs(self, share: HeadShare) -> tuple[int, ...] | None:
+        """How many query heads of a share use each of its key-value heads; None if all are used alike.
 
-        They do if all of them serve equal, consecutive runs of query heads.
+        Kernels find the key-value head of a query themselves only where all are used alike.
         """
-        uses = tuple(head // self.per_group - share.keys[0] for head in range(*share.queries))
-        runs = {uses.count(key) for key in range(share.num_keys)}
-        return None if len(runs) == 1 else uses
+        (first, last), (low, high) = share
+        edges = [min(max(head * self.per_group, first), last) for head in range(low, high + 1)]
+        lengths = tuple(b - a for a, b in pairwise(edges))
+        return None if len(set(lengths)) == 1 else lengths
 
 
 def replicated(shares: Sequence[HeadShare]) -> bool:

@@ -3,7 +3,8 @@
 Queries, keys and values travel together, packed by destination. What arrives from the ranks in order is the whole
 stream (or chunk) in order, so nothing is reordered: q, k and v are views of what was received. Bytes per rank for
 t tokens of P ranks, forward: `t (P-1)/P (2 heads d e)` for queries and output, and one copy of a key-value head for
-every other rank that needs it.
+every other rank that needs it. Where a rank's queries do not use its key-value heads alike, each of these is repeated
+after the exchange for every query head that uses it, and their gradients are summed before it.
 
 Source: DeepSpeed Ulysses, arXiv 2309.14509.
 """
@@ -62,13 +63,20 @@ class UlyssesTransport:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.heads, self.groups = heads, groups
-        self.shares = tuple(shares or HeadSplit(heads, groups, self.size).shares)
+        split = HeadSplit(heads, groups, self.size)
+        self.shares = tuple(shares or split.shares)
         self.first_head = self.share.queries[0]
+        self._runs = split.runs(self.share)
 
     @property
     def share(self) -> HeadShare:
         """This rank's heads."""
         return self.shares[self.rank]
+
+    @property
+    def num_keys(self) -> int:
+        """Key-value heads of this rank as `scatter_heads` gives them."""
+        return self.share.num_keys if self._runs is None else self.share.num_queries
 
     def scatter_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
         """All heads of this rank's tokens -> this rank's heads of all tokens.
@@ -108,7 +116,12 @@ class UlyssesTransport:
         received = sent.new_empty(self.size * tokens, width, dim)
         work = self._all_to_all(received.view(-1), sent, [tokens * width * dim] * self.size, [s.numel() for s in slots])
         sizes = [stop - start for start, stop in columns[self.rank]]
-        return Exchange(work, lambda: received.split(sizes, dim=1), sent)
+
+        def finish() -> tuple[Tensor, ...]:
+            parts = received.split(sizes, dim=1)
+            return *parts[: len(parts) - kv], *map(self._repeated, parts[len(parts) - kv :])
+
+        return Exchange(work, finish, sent)
 
     def start_gather_heads(self, *tensors: Tensor, kv: int = 0, into: Sequence[Tensor] | None = None) -> Exchange:
         """`gather_heads`, under way.
@@ -119,6 +132,7 @@ class UlyssesTransport:
             into: Where results are put: `[tokens, heads, d]` each, the last `kv` added to `[tokens, groups, d]`.
         """
         columns = [self._columns(share, len(tensors), kv) for share in self.shares]
+        tensors = *tensors[: len(tensors) - kv], *map(self._summed, tensors[len(tensors) - kv :])
         first, dim = tensors[0], tensors[0].shape[2]
         tokens = first.shape[0] // self.size
         if self.size == 1 and into is None and self.share == HeadShare((0, self.heads), (0, self.groups)):
@@ -141,6 +155,19 @@ class UlyssesTransport:
             return tuple(results) if into else tuple(result.to(sent.dtype) for result in results)
 
         return Exchange(work, finish, sent)
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """`[tokens, key-value heads, d]` -> one for every query head, where their uses differ."""
+        if self._runs is None:
+            return x
+        return torch.cat([x[:, i : i + 1].expand(-1, run, -1) for i, run in enumerate(self._runs)], dim=1)
+
+    def _summed(self, grad: Tensor) -> Tensor:
+        """The gradient of x from that of `_repeated(x)`."""
+        if self._runs is None:
+            return grad
+        dtype = working_dtype(grad.dtype)
+        return torch.stack([part.sum(1, dtype=dtype) for part in grad.split(self._runs, dim=1)], dim=1).to(grad.dtype)
 
     def _empty(self, like: Tensor, tokens: int, count: int, kv: int) -> list[Tensor]:
         """Where heads come home: key-value heads to zeros, because some may come from several ranks."""
