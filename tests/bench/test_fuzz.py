@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from freight.bench import fuzz
 from freight.bench.fuzzing.judge import holds
-from freight.data import encode, rejects
+from freight.data.read import rejects
+from freight.data.render import encode
 
 MUST_BE_ZERO = ("tracebacks", "silent_losses", "hangs")
 

@@ -1,7 +1,7 @@
 import time
 
 from freight.bench.loader_speed import copied, loader_throughput, synthetic_rows, waiting
-from freight.data.loader import StepLoader
+from freight.data.load.loader import StepLoader
 
 
 def test_both_sides_make_the_same_tensors():

@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM
 from freight.assemble.build import DrawnWeights
 from freight.checkpoint.hf_export import export_model
 from freight.config.architecture import Architecture
-from freight.data.tokenizer import load_tokenizer
+from freight.data.render.tokenizer import load_tokenizer
 from tests.cli.test_commands import freight
 from tests.cli.tiny_files import chats, config, tokenizer
 from tests.nn.small_decoders import SMALL

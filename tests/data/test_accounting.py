@@ -5,9 +5,9 @@ import json
 import pytest
 
 from freight.config.schema import DataConfig
-from freight.data.records import Reason
-from freight.data.tokenise import tokenise
-from freight.data.tokenizer import Encoder
+from freight.data.read.records import Reason
+from freight.data.render.tokenizer import Encoder
+from freight.data.tokens.tokenise import tokenise
 from freight.errors import DataError
 from tests.data.small_tokenizer import CHATML, small_tokenizer
 

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freight.config.schema import DataConfig
-from freight.data.build import open_rows
-from freight.data.jsonl import read_jsonl
-from freight.data.loader import StepLoader, evaluation_batches
+from freight.data.load.build import open_rows
+from freight.data.load.loader import StepLoader, evaluation_batches
+from freight.data.read.jsonl import read_jsonl
 from freight.errors import ConfigError, DataError
 from tests.data.small_tokenizer import small_tokenizer
 

@@ -65,7 +65,9 @@ def test_options_tables_in_the_docs_are_those_of_the_schema() -> None:
     shown = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for name, table in re.findall(r"<!-- options: ([\w.]+) -->\n(.*?)<!-- end of options -->", text, flags=re.DOTALL):
+        for name, table in re.findall(
+            r"<!-- options: ([\w.]+) -->\n(.*?)<!-- end of options -->", text, flags=re.DOTALL
+        ):
             assert table.strip() == options_table(SECTIONS[name]).strip(), f"{page.name}: {name}"
             shown.append(name)
     assert "attention" in shown

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from freight.config.architecture import Architecture
 from freight.data.documents import Document, InMemoryDocuments, make_document
-from freight.data.microbatch import build_microbatch
-from freight.data.packing import pack
-from freight.data.rows import rows_of
+from freight.data.load.microbatch import build_microbatch
+from freight.data.pack.packing import pack
+from freight.data.pack.rows import rows_of
 from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights
 from freight.ops.attention import LocalAttention

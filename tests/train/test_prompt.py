@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from freight.data.messages import Conversation
-from freight.data.template import load_chat_template
+from freight.data.render.messages import Conversation
+from freight.data.render.template import load_chat_template
 from freight.errors import DataError
 from freight.train.prompt import chat_ids, prompt_ids, read_chat, stop_ids, stream_text
 

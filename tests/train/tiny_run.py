@@ -14,8 +14,8 @@ from freight.assemble.adapters import targets_for
 from freight.assemble.build import architecture_for, model_tensors
 from freight.config.load import config_from
 from freight.config.schema import Config
-from freight.data.build import data_seed, pack_in_memory
 from freight.data.documents import InMemoryDocuments, make_document
+from freight.data.load.build import data_seed, pack_in_memory
 from freight.ops.attention_backends import hardware_of
 from freight.planner.resolve import data_facts, resolve
 from freight.train import loop

@@ -24,7 +24,7 @@ from freight.checkpoint.weights import parameter_shapes
 from freight.config.architecture import Architecture
 from freight.config.load import load_config
 from freight.config.schema import AttentionConfig, Config
-from freight.data.tokenizer import load_tokenizer
+from freight.data.render.tokenizer import load_tokenizer
 from freight.errors import CheckpointError
 from freight.nn.decoder import Decoder
 

@@ -22,9 +22,9 @@ PACK_SIZE = 8192
 def freight_side(file: str, tokenizer_path: str, folder: str, *, processes: int, pack: bool) -> dict[str, Any]:
     """Tokenise into a fresh cache, and pack into a file if asked to."""
     from freight.config.schema import DataConfig, PackingConfig
-    from freight.data.pack_files import pack_to_files
-    from freight.data.tokenise import tokenise
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.load.pack_files import pack_to_files
+    from freight.data.render.tokenizer import load_tokenizer
+    from freight.data.tokens.tokenise import tokenise
 
     tokenizer = load_tokenizer(tokenizer_path)
     config = DataConfig(
@@ -49,7 +49,7 @@ def datasets_side(file: str, tokenizer_path: str, folder: str, *, processes: int
     """The same with `datasets.map`; 0 processes = in this one."""
     import datasets
 
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.render.tokenizer import load_tokenizer
 
     datasets.disable_progress_bars()
     tokenizer = load_tokenizer(tokenizer_path)

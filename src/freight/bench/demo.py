@@ -26,11 +26,11 @@ from freight.assemble.stored_model import convert_model, load_for_inference
 from freight.bench.conversations import write_conversations, write_modules
 from freight.config.load import load_config
 from freight.config.schema import DataConfig, PackingConfig
-from freight.data.messages import read_messages
-from freight.data.pack_files import pack_to_files
-from freight.data.pack_report import table
-from freight.data.template import load_chat_template
-from freight.data.tokenizer import load_tokenizer
+from freight.data.load.pack_files import pack_to_files
+from freight.data.pack.pack_report import table
+from freight.data.render.messages import read_messages
+from freight.data.render.template import load_chat_template
+from freight.data.render.tokenizer import load_tokenizer
 from freight.errors import CheckpointError
 from freight.nn.loss_head import LogitsHead
 from freight.ops.batch import TokenBatch

@@ -33,8 +33,8 @@ from freight.bench.fuzzing.templates import broken_template
 from freight.bench.fuzzing.tokenizers import STYLES, Style, odd_tokenizer, plain_tokenizer
 from freight.config.load import load_config
 from freight.config.schema import DataConfig
-from freight.data.tokenise import tokenise
-from freight.data.tokenizer import Encoder
+from freight.data.render.tokenizer import Encoder
+from freight.data.tokens.tokenise import tokenise
 from freight.errors import FreightError
 
 CASE_SECONDS = 20

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from freight.bench.conversations import standard_library
-from freight.data.first_fit import first_fit
-from freight.data.packing import PackedRows, pack
+from freight.data.pack.first_fit import first_fit
+from freight.data.pack.packing import PackedRows, pack
 from freight.errors import ConfigError
 
 SIZES = (2048, 4096, 8192)

@@ -33,9 +33,9 @@ from freight.config.architecture import Architecture
 from freight.config.load import config_from
 from freight.config.schema import Config, DataConfig
 from freight.data.documents import Document, Documents
-from freight.data.rows import DocumentRows, Row
-from freight.data.tokenise import tokenise
-from freight.data.tokenizer import load_tokenizer
+from freight.data.pack.rows import DocumentRows, Row
+from freight.data.render.tokenizer import load_tokenizer
+from freight.data.tokens.tokenise import tokenise
 from freight.parallel.mesh import DeviceMesh, build_mesh
 from freight.train.launch import launched
 from freight.train.optimizer import build_optimizer

@@ -14,8 +14,8 @@ import numpy as np
 
 from freight.config.architecture import Architecture
 from freight.data.documents import NO_TAIL, Document
-from freight.data.microbatch import build_microbatch
-from freight.data.rows import Row
+from freight.data.load.microbatch import build_microbatch
+from freight.data.pack.rows import Row
 from freight.ops.attention_plan import document_pairs
 from freight.ops.batch import IGNORE_INDEX, TokenBatch
 from freight.train.flops import body_parameters, head_parameters

@@ -57,10 +57,10 @@ def _facts(config: Config, arch: Architecture, *, tokenise: bool) -> DataFacts |
 
     Validation is opened too when `tokenise` is set, so that its faults are found. A packed file is always opened.
     """
-    from freight.data.build import Which, open_rows
-    from freight.data.open_packed import packed_path
-    from freight.data.rows import RowSource
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.load.build import Which, open_rows
+    from freight.data.load.open_packed import packed_path
+    from freight.data.pack.rows import RowSource
+    from freight.data.render.tokenizer import load_tokenizer
     from freight.planner.resolve import data_facts
     from freight.train.console import Progress
 

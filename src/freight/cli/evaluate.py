@@ -27,8 +27,8 @@ def evaluate(
 ) -> None:
     """Exact mean loss per label token, every document once; the same numbers packed or not."""
     decoder, tokenizer, config = load_model(model, overrides)
-    from freight.data.build import open_rows
-    from freight.data.loader import evaluation_batches
+    from freight.data.load.build import open_rows
+    from freight.data.load.loader import evaluation_batches
     from freight.train.console import Progress
     from freight.train.evaluate import evaluate as measure
 

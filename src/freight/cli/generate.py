@@ -13,7 +13,7 @@ from freight.cli.inputs import ModelPath, load_model
 from freight.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from freight.data.messages import Conversation
+    from freight.data.render.messages import Conversation
 
 
 def generate(
@@ -33,7 +33,7 @@ def generate(
         raise ConfigError(f"exactly one of `--prompt` and `--chat` must be given; got {got}.")
     conversation = _conversation(chat) if chat is not None else None
     decoder, tokenizer, config = load_model(model)
-    from freight.data.template import load_chat_template
+    from freight.data.render.template import load_chat_template
     from freight.train.generate import generate as continue_ids
     from freight.train.prompt import chat_ids, prompt_ids, stop_ids, stream_text
 

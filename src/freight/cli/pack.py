@@ -15,7 +15,7 @@ from freight.errors import ConfigError
 
 if TYPE_CHECKING:
     from freight.config.schema import Config, DataConfig
-    from freight.data.pack_report import PackReport
+    from freight.data.pack.pack_report import PackReport
 
 # In the schema's order: typing caches literals without regard to order, and messages list them.
 Algorithm = Literal["first_fit_decreasing", "first_fit_shuffle", "best_fit_decreasing", "none", "split"]
@@ -76,8 +76,8 @@ def pack(
             raise ConfigError(f"overrides need a config; got {' '.join(overrides)}. Use options instead.")
         section = _of_data(source, packing, sizes, sequence_length, truncation)
         tokens, vocabulary, config = tokenizer or _missing_tokenizer(), None, None
-    from freight.data.pack_files import pack_to_files
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.load.pack_files import pack_to_files
+    from freight.data.render.tokenizer import load_tokenizer
     from freight.train.console import Progress
 
     with Progress() as progress:
@@ -201,7 +201,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def _print(reports: list[PackReport], config: Config | None, *, compare: bool, as_json: bool) -> None:
-    from freight.data.pack_report import table
+    from freight.data.pack.pack_report import table
 
     if as_json:
         say(json.dumps([report.as_dict() for report in reports]))
@@ -221,7 +221,7 @@ def _print(reports: list[PackReport], config: Config | None, *, compare: bool, a
 
 def _batch_size(report: PackReport, config: Config | None) -> str:
     """A global batch in rows and in documents: the config's, or usual ones."""
-    from freight.data.batch_size import batch_size_sentence, examples_sentence, rows_sentence
+    from freight.data.pack.batch_size import batch_size_sentence, examples_sentence, rows_sentence
 
     if config is None:
         return examples_sentence(report.packing_factor)
@@ -241,8 +241,8 @@ def _convert(
     force: bool,
     as_json: bool,
 ) -> None:
-    from freight.data.convert_packed import convert
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.pack.convert_packed import convert
+    from freight.data.render.tokenizer import load_tokenizer
     from freight.train.console import Progress
 
     with Progress() as progress:
@@ -271,10 +271,10 @@ def _inspect(
     path: Path, row: int | None, npy_mask: str | None, pack_size: int | None, tokenizer: str | None, as_json: bool
 ) -> None:
     from freight.cli.show import show_spans
-    from freight.data.convert_packed import npy_metadata
-    from freight.data.npy_file import NpyFile, check_npy_mask
-    from freight.data.packed_file import PackedFile
-    from freight.data.tokenizer import load_tokenizer, pad_id
+    from freight.data.pack.convert_packed import npy_metadata
+    from freight.data.pack.npy_file import NpyFile, check_npy_mask
+    from freight.data.pack.packed_file import PackedFile
+    from freight.data.render.tokenizer import load_tokenizer, pad_id
 
     if path.suffix == ".npy":
         loaded = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -297,8 +297,8 @@ def _inspect(
 
 def _print_metadata(metadata: dict[str, Any], *, every_key: bool) -> None:
     """What a packed file says about itself, and its line of the table."""
-    from freight.data.pack_report import table_of_file
-    from freight.data.tokenise import remarks
+    from freight.data.pack.pack_report import table_of_file
+    from freight.data.tokens.tokenise import remarks
 
     if every_key:
         for key, value in metadata.items():

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from freight.config.schema import DataConfig, Source
     from freight.data.documents import Document
-    from freight.data.packed_file import PackedFile
-    from freight.data.rows import Row
+    from freight.data.pack.packed_file import PackedFile
+    from freight.data.pack.rows import Row
 
 # Without a bound, one record of a long file would be cut or refused; showing needs no limit.
 ANY_LENGTH = 2**30
@@ -41,7 +41,8 @@ def show(
         return
     if overrides:
         raise ConfigError(f"overrides need a config; got {' '.join(overrides)}. Use options instead.")
-    from freight.data.packed_file import PackedFile, is_packed
+    from freight.data.pack.packed_file import PackedFile
+    from freight.data.read.packed_mark import is_packed
 
     if Path(source).is_file() and is_packed(Path(source)):
         show_row(PackedFile(source), record, tokenizer, ids=ids)
@@ -67,7 +68,7 @@ def show_row(file: PackedFile, number: int, tokenizer: str | None, *, ids: bool 
 def show_spans(row: Row, tokenizer: str | None, *, ids: bool = False) -> None:
     """Print the documents of a row; ids only, where there is no tokenizer."""
     from freight.data.documents import make_document
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.render.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     start = 0
@@ -80,7 +81,7 @@ def show_spans(row: Row, tokenizer: str | None, *, ids: bool = False) -> None:
 
 def _show_record(data: DataConfig, tokenizer: str, record: int, ids: bool) -> None:
     from freight.config.schema import Source
-    from freight.data.tokenizer import load_tokenizer
+    from freight.data.render.tokenizer import load_tokenizer
 
     if data.train is None:
         raise ConfigError("`data.train` is missing. Show the packed file itself: `freight show FILE`.")
@@ -113,7 +114,7 @@ def _documents_of(
     import json
     from tempfile import TemporaryDirectory
 
-    from freight.data.tokenise import tokenise
+    from freight.data.tokens.tokenise import tokenise
 
     allowed = source.max_records or number + 1
     section = data.model_copy(
@@ -141,6 +142,6 @@ def _documents_of(
 def _print(document: Document, tokenizer: PreTrainedTokenizerBase | None, *, ids: bool) -> None:
     from rich.console import Console
 
-    from freight.data.show import show_document
+    from freight.data.load.show import show_document
 
     Console(soft_wrap=True, highlight=False).print(show_document(document, tokenizer, ids=ids))

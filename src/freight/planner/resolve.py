@@ -24,8 +24,8 @@ from freight.config.checks import (
 )
 from freight.config.data_checks import pack_size
 from freight.config.schema import AdapterConfig, Config
-from freight.data.batch_size import rows_for_documents
-from freight.data.rows import IndexedRows
+from freight.data.pack.batch_size import rows_for_documents
+from freight.data.pack.rows import IndexedRows
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from freight.config.data_checks import algorithm, reads_packed
-from freight.data.batch_size import batch_size_sentence
+from freight.data.pack.batch_size import batch_size_sentence
 from freight.ops.attention_backends import Choice
 
 if TYPE_CHECKING:

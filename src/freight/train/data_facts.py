@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from freight.data.rows import IndexedRows
+from freight.data.pack.rows import IndexedRows
 
 BINS = 32
 

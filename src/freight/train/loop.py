@@ -18,8 +18,8 @@ import yaml
 
 from freight.checkpoint import saved_state
 from freight.config.schema import Config
-from freight.data.loader import StepData, evaluation_batches
-from freight.data.tokenise import remarks
+from freight.data.load.loader import StepData, evaluation_batches
+from freight.data.tokens.tokenise import remarks
 from freight.parallel.data import free_gathered
 from freight.train.console import evaluation_line, gibibytes, step_line
 from freight.train.data_facts import data_facts

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from freight.data.formats import convert
-from freight.data.messages import Conversation, for_template
-from freight.data.records import RecordFault
-from freight.data.strict_json import StrictDecoder
-from freight.data.template import ChatTemplate
-from freight.data.tokenizer import Encoder
+from freight.data.read.records import RecordFault
+from freight.data.read.strict_json import StrictDecoder
+from freight.data.render.formats import convert
+from freight.data.render.messages import Conversation, for_template
+from freight.data.render.template import ChatTemplate
+from freight.data.render.tokenizer import Encoder
 from freight.errors import DataError
 
 REPLACEMENT = "\ufffd"

@@ -19,10 +19,10 @@ from freight.assemble.build import architecture_for, build_model, weights_for
 from freight.config.architecture import Architecture
 from freight.config.checks import architecture_faults, fit_faults
 from freight.config.schema import Config
-from freight.data.build import Which, open_rows
-from freight.data.loader import StepLoader
-from freight.data.rows import IndexedRows, RowSource
-from freight.data.tokenizer import load_tokenizer
+from freight.data.load.build import Which, open_rows
+from freight.data.load.loader import StepLoader
+from freight.data.pack.rows import IndexedRows, RowSource
+from freight.data.render.tokenizer import load_tokenizer
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import hardware_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from freight.config.architecture import Architecture
-from freight.data.loader import StepData
+from freight.data.load.loader import StepData
 from freight.train.flops import Peak, Trained, peak_memory_bytes, step_flops
 
 ETA_MEMORY = 0.9

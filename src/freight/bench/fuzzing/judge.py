@@ -13,7 +13,7 @@ from typing import Any
 
 from freight.bench.fuzzing.tokenizers import Style
 from freight.data.documents import Documents
-from freight.data.tokenizer import Encoder
+from freight.data.render.tokenizer import Encoder
 
 ASSISTANT = ("assistant", "gpt", "bot", "model")
 SPEAKERS = (*ASSISTANT, "system", "developer", "user", "human", "tool", "function", "observation", "ipython")

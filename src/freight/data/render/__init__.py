@@ -1,0 +1,1 @@
+"""From a record to token ids and a loss mask: formats, chat templates, masks, truncation."""
