@@ -13,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from freight.nn.decoder import Decoder
 from freight.ops.attention import LocalAttention
 from freight.ops.batch import IGNORE_INDEX, TokenBatch
+from freight.ops.layout import SequenceLayout
 from freight.ops.protocols import AttentionSpec
 from freight.parallel.context import ContextAttention
 from freight.parallel.context_method import ContextChoice, ContextMethod
 from freight.parallel.data import set_last_microbatch, shard, whole
 from freight.parallel.gradients import global_grad_norm, sum_over_data
-from freight.parallel.mesh import batch_axis, build_mesh
+from freight.parallel.head_transport import UlyssesTransport
+from freight.parallel.mesh import Axis, batch_axis, build_mesh
 from tests.nn.small_decoders import build
 
 
@@ -201,3 +203,43 @@ def three_steps(model: Decoder, microbatches: list[TokenBatch], mesh: DeviceMesh
         optimizer.zero_grad()
     steps.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     return steps
+
+
+def round_trips(cases: list[tuple[int, int]], chunk: int) -> list[dict[str, Any]]:
+    """Chunks of an interleaved layout through the transport and back.
+
+    Args:
+        cases: Query heads and key-value heads.
+        chunk: Tokens of a chunk of all ranks.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = build_mesh(world, context=world)[Axis.CP].get_group()
+    layout = SequenceLayout("interleaved", 2 * chunk + world, world, chunk_tokens=chunk)
+    results = []
+    for heads, groups in cases:
+        transport = UlyssesTransport(heads, groups, group)
+        # Every number says which token and head it is.
+        q, k = (
+            100.0 * torch.arange(layout.tokens).view(-1, 1, 1) + torch.arange(n).view(-1, 1) for n in (heads, groups)
+        )
+        q, k = q[layout.index(rank)].expand(-1, -1, 2), k[layout.index(rank)].expand(-1, -1, 2)
+        pieces = (chunk // world, chunk // world, 1)
+        arrived, returned = [], []
+        for of_q, of_k in zip(q.split(pieces), k.split(pieces), strict=True):
+            there = transport.scatter_heads(of_q, of_k, -of_k, kv=2)
+            (queries,) = transport.scatter_heads(of_q)
+            assert torch.equal(queries, there[0])
+            arrived.append([x[..., 0] for x in there])
+            back = transport.gather_heads(*(x.to(torch.bfloat16) for x in (there[0] % 100, *there[1:])), kv=2)
+            returned.append([x[..., 0] for x in back])
+        results.append(
+            dict(
+                share=transport.share,
+                first_head=transport.first_head,
+                num_keys=transport.num_keys,
+                arrived=[torch.cat(x) for x in zip(*arrived, strict=True)],
+                returned=[torch.cat(x) for x in zip(*returned, strict=True)],
+                sent=[q[..., 0], k[..., 0]],
+            )
+        )
+    return results

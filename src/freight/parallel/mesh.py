@@ -45,8 +45,9 @@ def build_mesh(world: int, device_type: str = "cpu", *, context: int = 1) -> Dev
     **Communication**: creates the groups of all axes, in one order on all ranks.
     """
     if context < 1 or world % context:
-        divisors = " or ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise ConfigError(f"`parallel.context` {context} must divide the {world} processes. Use {divisors}.")
+        *some, last = [str(n) for n in range(1, world + 1) if world % n == 0]
+        fitting = f"{', '.join(some)} or {last}" if some else last
+        raise ConfigError(f"`parallel.context` {context} must divide the {world} processes. Use {fitting}.")
     sizes = {axis: 1 for axis in Axis} | {Axis.DP_SHARD: world // context, Axis.CP: context}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if context > 1:
