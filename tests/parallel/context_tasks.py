@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from freight.nn.decoder import Decoder
 from freight.ops.attention import LocalAttention
@@ -27,7 +30,7 @@ from tests.nn.small_decoders import build
 def choice_of(name: str, ranks: int) -> ContextChoice:
     """`ring`, `ring contiguous`, `all_gather`, `ulysses`, `hybrid`."""
     method, *rest = name.split()
-    rows = {"ulysses": ranks, "hybrid": 2}
+    rows = {"ulysses": ranks, "hybrid": 4 if ranks > 4 else 2}
     return ContextChoice(ContextMethod(method), rows.get(method, 1), "a test", contiguous="contiguous" in rest)
 
 
@@ -242,4 +245,76 @@ def round_trips(cases: list[tuple[int, int]], chunk: int) -> list[dict[str, Any]
                 sent=[q[..., 0], k[..., 0]],
             )
         )
+    return results
+
+
+def shapes_on_many_ranks(world: int, cases: list[Case]) -> list[list[tuple[list[int], list[int]]]]:
+    """Forward and backward as each rank of a larger world, with collectives that move nothing.
+
+    Returns:
+        By case: of every rank, how much it sends to and receives from each other one in all-to-alls of a whole run.
+    """
+    dist.destroy_process_group()
+    traffic: list[list[tuple[list[int], list[int]]]] = [[] for _ in cases]
+    for rank in range(world):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        mesh = build_mesh(world, context=world)
+        for number, case in enumerate(cases):
+            core = ContextAttention(choice_of(case.method, world), mesh, LocalAttention())
+            batch = core.shard(case.batch())
+            *inputs, dout = (split(x, batch).requires_grad_() for x in case.inputs())
+            with counted_all_to_alls() as counts:
+                context = core(*inputs, batch, case.spec)
+                grads = torch.autograd.grad(context, inputs, dout)
+            assert context.shape == inputs[0].shape and [g.shape for g in grads] == [x.shape for x in inputs]
+            size = core.within.size() if core.within else 1
+            sent, received = ([sum(of_rank) for of_rank in zip(*counts[way], strict=True)] for way in (0, 1))
+            traffic[number].append((sent or [0] * size, received or [0] * size))
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    return traffic
+
+
+@contextmanager
+def counted_all_to_alls() -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Elements sent to and received from each rank of the group, call by call."""
+    real, counts = dist.all_to_all_single, ([], [])
+
+    def counting(output: Tensor, input: Tensor, receive: Any, send: Any, group: Any, async_op: bool) -> Any:
+        for way, tensor, splits in ((0, input, send), (1, output, receive)):
+            size = group.size()
+            assert splits is not None or tensor.numel() % size == 0
+            counts[way].append(splits or [tensor.numel() // size] * size)
+            assert sum(counts[way][-1]) == tensor.numel()
+        return real(output, input, receive, send, group=group, async_op=async_op)
+
+    dist.all_to_all_single = counting
+    try:
+        yield counts
+    finally:
+        dist.all_to_all_single = real
+
+
+def ring_messages(cases: list[Case]) -> list[int]:
+    """Point-to-point messages that this rank sends in forward and backward."""
+    world = dist.get_world_size()
+    mesh = build_mesh(world, context=world)
+    real, sent = dist.batch_isend_irecv, []
+
+    def counting(operations: list[Any]) -> Any:
+        sent.extend(operation for operation in operations if operation.op is dist.isend)
+        return real(operations)
+
+    results = []
+    dist.batch_isend_irecv = counting
+    try:
+        for case in cases:
+            core = ContextAttention(choice_of(case.method, world), mesh, LocalAttention())
+            batch = core.shard(case.batch())
+            *inputs, dout = (split(x, batch).requires_grad_() for x in case.inputs())
+            torch.autograd.grad(core(*inputs, batch, case.spec), inputs, dout)
+            results.append(len(sent))
+            sent.clear()
+    finally:
+        dist.batch_isend_irecv = real
     return results

@@ -10,7 +10,7 @@ import torch
 from freight.ops.protocols import AttentionSpec
 from freight.verify.ranks import RankPool
 from freight.verify.tolerances import difference
-from tests.parallel.context_tasks import Case, attend, plain, running_mean
+from tests.parallel.context_tasks import Case, attend, plain, ring_messages, running_mean, shapes_on_many_ranks
 
 METHODS = ["ring", "ring contiguous", "all_gather", "all_gather contiguous", "ulysses"]
 
@@ -107,3 +107,33 @@ def test_documents_and_windows_by_the_numbers(ranks: RankPool, world: int) -> No
         for method, of_method in zip(methods, means, strict=True):
             for mean, wanted in zip(of_method, (whole, windowed, whole), strict=True):
                 assert mean == pytest.approx(wanted, abs=1e-12), method
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_shapes_and_splits_on_many_ranks(ranks: RankPool, world: int) -> None:
+    """What one rank sends another is what that one expects, with uneven heads and fewer key-value heads than ranks."""
+    shapes = [dict(heads=32, groups=8), dict(heads=20, groups=5), dict(heads=16, groups=1)]
+    cases = [Case(m, lengths=(40, 3), padding=2, **shape) for m in [*METHODS, "hybrid"] for shape in shapes]
+    (traffic,) = ranks.run(shapes_on_many_ranks, 1, world, cases)
+    for case, of_ranks in zip(cases, traffic, strict=True):
+        row = len(of_ranks[0][0])
+        assert row == {"ulysses": world, "hybrid": 4}.get(case.method, 1)
+        for rank, (sent, _) in enumerate(of_ranks):
+            first = rank - rank % row
+            assert sent == [of_ranks[first + other][1][rank % row] for other in range(row)], case
+
+
+def test_blocks_that_nobody_needs_are_not_sent(ranks: RankPool) -> None:
+    """Four ranks: keys pass on three times forward and back, their gradients three times and then home."""
+    window = AttentionSpec(scale=0.4, window=5)
+    cases = [
+        Case("ring", lengths=(40,), padding=0),
+        Case("ring contiguous", lengths=(40,), padding=0),
+        Case("ring contiguous", lengths=(40,), padding=0, spec=window),
+        Case("ring contiguous", lengths=(10, 10, 10, 10), padding=0),
+    ]
+    all_steps, towards_the_end, one_step, none = zip(*ranks.run(ring_messages, 4, cases), strict=True)
+    assert all_steps == (10, 10, 10, 10)
+    assert sum(towards_the_end) == 3 * (3 + 2 + 1) + 3
+    assert one_step == (3, 4, 4, 1)
+    assert none == (0, 0, 0, 0)
