@@ -8,11 +8,11 @@ from torch import Tensor
 from freight.memory.stores import Slab
 from freight.nn.decoder import Decoder
 from freight.ops.batch import TokenBatch
-from freight.ops.protocols import BlockRunner
+from freight.ops.protocols import BlockRunner, LossHead
 
 ONE = (15,)
 PACKED = (6, 3, 1, 4)
-NAMES = ("input", "context", "lse", "k", "v", "dk", "dv")
+NAMES = ("input", "hidden", "context", "lse", "k", "v", "dk", "dv")
 SLABS = {name: Slab(40, 1 << 13) for name in NAMES}
 
 
@@ -22,11 +22,13 @@ def batch_of(lengths: tuple[int, ...], pad_to: int | None = None, seed: int = 0,
     return TokenBatch.from_documents(documents, pad_to=pad_to, seed=seed, step=5)
 
 
-def gradients(model: Decoder, runner: BlockRunner, batch: TokenBatch) -> dict[str, Tensor]:
+def gradients(
+    model: Decoder, runner: BlockRunner, batch: TokenBatch, head: LossHead | None = None
+) -> dict[str, Tensor]:
     """Loss and gradients; parameters without one are left out."""
     model.use_runner(runner)
     model.zero_grad()
-    loss = model(batch).objective
+    loss = model(batch, head).objective / 3
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach()} | found

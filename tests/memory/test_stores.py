@@ -147,3 +147,57 @@ def test_resident_memory_does_not_grow(tmp_path: Path) -> None:
             assert store.get(Key("a", 0, chunk))[-1] == chunk
         assert resident() - before < chunks * size // 8
     assert store.bytes_in + store.bytes_out >= 2 * (chunks - 2) * size
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@settings(max_examples=30)
+@given(
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["write", "write", "read", "fetch", "lend", "drop"]), st.integers(0, 1), st.integers(0, 9)
+        ),
+        max_size=40,
+    ),
+    cuts=st.lists(st.sampled_from([3, 4, 5]), min_size=1, max_size=4),
+)
+def test_lent_tensors_hold_what_is_written_however_it_is_cut(
+    tier: str, operations: list[Operation], cuts: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rows, like = 11, torch.zeros(1, 2)
+    lent: dict[int, Tensor] = {}
+    model: dict[int, Tensor] = {}
+    with open_store(tier, {"h": Slab(2, rows * 8)}, directory=tmp_path_factory.getbasetemp()) as store:
+        for turn, (name, index, number) in enumerate(operations):
+            if name == "lend" and index not in lent:
+                lent[index], model[index] = store.lend("h", like, rows), torch.zeros(rows, 2)
+                store.write(lent[index], torch.zeros(rows, 2))
+                assert store.holds(lent[index][3:5]) == (tier != "none") and not store.holds(like)
+            elif name == "drop":
+                lent.pop(index, None)
+                model.pop(index, None)
+            elif index in lent:
+                size = cuts[turn % len(cuts)]
+                start = number * size % rows
+                part = slice(start, min(start + size, rows))
+                if name == "write":
+                    value = torch.full_like(model[index][part], turn)
+                    model[index][part] = value
+                    store.write(lent[index][part], value)
+                elif name == "fetch":
+                    store.fetch(lent[index][part])
+                elif name == "read":
+                    assert_same(store.read(lent[index][part]), model[index][part])
+        for index, expected in model.items():
+            assert_same(store.read(lent[index]), expected)
+        lent.clear()
+        again = [store.lend("h", like, rows) for _ in range(2)]  # what nothing holds has come back
+        assert len(again) == 2
+
+
+def test_a_view_keeps_a_lent_tensor(tmp_path: Path) -> None:
+    with open_store("disk", {"h": Slab(1, 64)}, directory=tmp_path) as store:
+        view = store.lend("h", torch.zeros(1, 4), 2)[1:].view(-1)
+        with pytest.raises(OffloadError, match="all 1 slots for `h`"):
+            store.lend("h", torch.zeros(1, 4), 2)
+        del view
+        store.lend("h", torch.zeros(1, 4), 2)

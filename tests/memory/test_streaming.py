@@ -20,6 +20,10 @@ from freight.memory.key_values import ResidentKeyValues
 from freight.memory.stores import DeviceStore, HostStore, Key, open_store
 from freight.memory.streaming import Stream, StreamingRunner
 from freight.nn.block import PlainRunner
+from freight.nn.decoder import Decoder
+from freight.nn.loss_head import ChunkedLossHead
+from freight.ops.protocols import RowStore
+from freight.ops.streamed_cross_entropy import RowStream
 from freight.parallel.data import shard, whole
 from freight.parallel.mesh import build_mesh
 from freight.verify.ranks import RankPool
@@ -51,6 +55,11 @@ CHUNKS = (15, 8, 5, 7, 3)
 KEPT = ("none", "context", "all")
 
 
+def head_of(model: Decoder, store: RowStore, tokens: int) -> ChunkedLossHead:
+    """A head that never holds more tokens than that."""
+    return ChunkedLossHead(2, model.arch.final_softcap, stream=RowStream(store, tokens))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", [ONE, PACKED])
 def test_loss_and_gradients_equal_the_plain_run(name: str, lengths: tuple[int, ...]) -> None:
@@ -60,7 +69,9 @@ def test_loss_and_gradients_equal_the_plain_run(name: str, lengths: tuple[int, .
         stored = i % 2 == 1
         with HostStore(SLABS, CPU) if stored else DeviceStore() as store:
             stream = Stream(chunk, (None, 2, 4)[i % 3], "offload" if stored else "device", kept)
-            assert_close(gradients(model, StreamingRunner(stream, store), batch_of(lengths, 15)), expected)
+            head = head_of(model, store, chunk) if i % 4 else None
+            found = gradients(model, StreamingRunner(stream, store), batch_of(lengths, 15), head)
+            assert_close(found, expected)
 
 
 def test_every_tier_gives_the_same_bits_and_is_empty_afterwards(tmp_path: Path) -> None:
@@ -70,7 +81,9 @@ def test_every_tier_gives_the_same_bits_and_is_empty_afterwards(tmp_path: Path) 
         if (tier, kv) == ("none", "offload"):
             continue
         with open_store(tier, SLABS, directory=tmp_path) as store:
-            found = gradients(model, StreamingRunner(Stream(4, 3, kv, kept), store), batch_of(PACKED, 15))
+            runner = StreamingRunner(Stream(4, 3, kv, kept), store)
+            found = gradients(model, runner, batch_of(PACKED, 15), head_of(model, store, 5))
+            assert_equal(gradients(model, runner, batch_of(PACKED, 15), head_of(model, store, 5)), found)
             assert not (store._tensors if isinstance(store, DeviceStore) else store._slots._taken)
         if kv == "device":
             assert_equal(found, first.setdefault(kept, found))

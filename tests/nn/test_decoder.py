@@ -171,7 +171,7 @@ def test_runner_sees_every_named_part() -> None:
     runner = CountingRunner()
     model.use_runner(runner)
     model(TokenBatch.from_documents(DOCUMENTS))
-    assert runner.parts == ["norm", "qkv", "core", "norm", "mlp", "activation"]
+    assert runner.parts == ["embed", "norm", "qkv", "core", "norm", "mlp", "activation"]
 
 
 def test_pre_and_post_work_on_any_range_of_tokens() -> None:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -56,37 +57,20 @@ class DiskStore:
         self._file = _MappedFile(directory, max(self._slots.total_bytes, 1))
         self._writer = ThreadPoolExecutor(1, "freight-write")
         self._readers = ThreadPoolExecutor(READERS, "freight-read")
-        self._writing: dict[Key, tuple[Tensor, Future[None]]] = {}
-        self._order: deque[Future[None]] = deque()
-        self._reading: dict[Key, Future[Tensor]] = {}
+        self._writing: deque[tuple[Slot, Tensor, Future[None]]] = deque()  # in order; one thread writes them
+        self._reading: dict[int, tuple[Slot, Future[Tensor]]] = {}
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Hand it to the writer."""
-        self._settle(WAITING_WRITES - 1)
-        slot = self._slots.take(key, tensor)
-        self._reading.pop(key, None)
-        tensor = tensor.detach()
-        future = self._writer.submit(self._write, slot, tensor, _event(tensor))
-        self._writing[key] = tensor, future
-        self._order.append(future)
-        self.bytes_out += slot.nbytes
+        self.write(self._slots.take(key, tensor.shape, tensor.dtype).view(self._file.memory), tensor)
 
     def prefetch(self, key: Key) -> None:
         """Have a reader begin."""
-        self._settle(WAITING_WRITES)
-        slot = self._slots[key]
-        if key in self._reading or key in self._writing:
-            return  # what is still on its way out need not come back
-        self._reading[key] = self._readers.submit(self._file.read, slot, self._device.type == "cuda")
-        self.bytes_in += slot.nbytes
+        self.fetch(self._slots[key].view(self._file.memory))
 
     def get(self, key: Key) -> Tensor:
         """A copy on the device, or the tensor itself while it has not left yet."""
-        self.prefetch(key)
-        if key in self._writing:
-            return self._writing[key][0]
-        tensor = self._wait(self._reading.pop(key))
-        return tensor.to(self._device, non_blocking=True)
+        return self.read(self._slots[key].view(self._file.memory))
 
     def accumulate(self, key: Key, tensor: Tensor) -> None:
         """Add on the device, and put the sum."""
@@ -97,9 +81,64 @@ class DiskStore:
 
     def free(self, key: Key) -> None:
         """Give its slot to others; the one writer keeps their order."""
+        if key in self._slots:
+            self._reading.pop(self._slots[key].start, None)
         self._slots.release(key)
-        self._reading.pop(key, None)
-        self._writing.pop(key, None)
+
+    def lend(self, name: str, like: Tensor, rows: int) -> Tensor:
+        """A tensor in a slot."""
+        return self._slots.lend(name, torch.Size((rows, *like.shape[1:])), like.dtype, self._file.memory)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether its memory is the file's."""
+        return Slots.within(tensor, self._file.memory)
+
+    def write(self, place: Tensor, value: Tensor) -> None:
+        """Hand values to the writer."""
+        if not self.holds(place):
+            place.copy_(value)
+            return
+        self._settle(WAITING_WRITES - 1)
+        slot, value = Slot.of(place, self._file.memory), value.detach()
+        for start in [start for start, (other, _) in self._reading.items() if other.overlaps(slot)]:
+            del self._reading[start]
+        self._writing.append((slot, value, self._writer.submit(self._write, slot, value, _event(value))))
+        self.bytes_out += slot.nbytes
+
+    def fetch(self, place: Tensor) -> None:
+        """Have a reader begin, unless the values have not left yet."""
+        self._settle(WAITING_WRITES)
+        slot = Slot.of(place, self._file.memory)
+        latest = self._latest_write(slot)
+        if slot.start in self._reading or (latest is not None and latest[0] == slot):
+            return
+        if latest is not None:
+            self._wait(latest[2])  # written in another form than it is read
+        future = self._readers.submit(self._file.read, slot, self._device.type == "cuda")
+        self._reading[slot.start] = slot, future
+        self.bytes_in += slot.nbytes
+
+    def read(self, place: Tensor) -> Tensor:
+        """A copy on the device, or the values while they have not left; what the store does not hold, itself."""
+        if not self.holds(place):
+            return place
+        slot = Slot.of(place, self._file.memory)
+        if slot.start in self._reading and self._reading[slot.start][0] != slot:
+            del self._reading[slot.start]  # it was fetched in another form
+        self.fetch(place)
+        if slot.start not in self._reading:
+            latest = self._latest_write(slot)
+            assert latest is not None
+            return latest[1]
+        return self._wait(self._reading.pop(slot.start)[1]).to(self._device, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait for all writes, if the computation is on the CPU and could read what they write."""
+        self._settle(0 if self._device.type == "cpu" else WAITING_WRITES)
+
+    def _latest_write(self, slot: Slot) -> tuple[Slot, Tensor, Future[None]] | None:
+        """The last write under way that touches a place."""
+        return next((write for write in reversed(self._writing) if write[0].overlaps(slot)), None)
 
     def close(self) -> None:
         """End the threads and give the space back."""
@@ -107,7 +146,6 @@ class DiskStore:
         self._readers.shutdown(cancel_futures=True)
         self._writing.clear()
         self._reading.clear()
-        self._order.clear()
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -123,10 +161,8 @@ class DiskStore:
 
     def _settle(self, waiting: int) -> None:
         """Wait until at most so many writes are under way; raise what a finished one has raised."""
-        while self._order and (len(self._order) > waiting or self._order[0].done()):
-            self._wait(self._order.popleft())
-        for key in [key for key, (_, future) in self._writing.items() if future.done()]:
-            del self._writing[key]
+        while self._writing and (len(self._writing) > waiting or self._writing[0][2].done()):
+            self._wait(self._writing.popleft()[2])
 
     def _wait(self, future: Future[T]) -> T:
         start = time.perf_counter()
@@ -157,28 +193,29 @@ class _MappedFile:
             self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)  # the mapping keeps the file
-        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def write(self, slot: Slot, tensor: Tensor) -> None:
         """Copy a tensor to its slot and let the kernel write it."""
-        slot.view(self._memory).copy_(tensor)
+        slot.view(self.memory).copy_(tensor)
         start, length = _pages(slot)
-        if self._libc.msync(ctypes.c_void_p(self._memory.data_ptr() + start), ctypes.c_size_t(length), MS_ASYNC):
+        if self._libc.msync(ctypes.c_void_p(self.memory.data_ptr() + start), ctypes.c_size_t(length), MS_ASYNC):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
     def read(self, slot: Slot, pinned: bool) -> Tensor:
         """A copy of a slot in (pinned) host memory."""
         tensor = torch.empty(slot.shape, dtype=slot.dtype, pin_memory=pinned)
-        tensor.copy_(slot.view(self._memory))
+        tensor.copy_(slot.view(self.memory))
         self._map.madvise(mmap.MADV_DONTNEED, *_pages(slot))
         return tensor
 
     def close(self) -> None:
         """Unmap it, which frees its space."""
-        del self._memory
-        self._map.close()
+        del self.memory
+        with suppress(BufferError):  # a tensor that was lent still lives: then it goes with that
+            self._map.close()
 
 
 def _pages(slot: Slot) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from freight.errors import OffloadError
-from freight.memory.slots import Slab, Slots
+from freight.memory.slots import Slab, Slot, Slots
 from freight.ops.attention_math import working_dtype
 from freight.ops.protocols import Key
 
@@ -45,6 +45,7 @@ class HostStore:
         self._copies: _CudaCopies | _PlainCopies = (
             _CudaCopies(device, self._memory) if device.type == "cuda" else _PlainCopies()
         )
+        self._fetched: dict[int, tuple[Slot, Any]] = {}
 
     @property
     def wait_seconds(self) -> float:
@@ -53,21 +54,15 @@ class HostStore:
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Copy it to its slot."""
-        slot = self._slots.take(key, tensor)
-        self._copies.out(slot.start, tensor.detach(), slot.view(self._memory))
-        self._copies.forget(key)
-        self.bytes_out += slot.nbytes
+        self.write(self._slots.take(key, tensor.shape, tensor.dtype).view(self._memory), tensor)
 
     def prefetch(self, key: Key) -> None:
         """Begin to copy it to the device."""
-        slot = self._slots[key]
-        if self._copies.begin(key, slot.start, slot.view(self._memory)):
-            self.bytes_in += slot.nbytes
+        self.fetch(self._slots[key].view(self._memory))
 
     def get(self, key: Key) -> Tensor:
         """A copy on the device."""
-        self.prefetch(key)
-        return self._copies.finish(key)
+        return self.read(self._slots[key].view(self._memory))
 
     def accumulate(self, key: Key, tensor: Tensor) -> None:
         """Add on the device, and put the sum."""
@@ -78,11 +73,52 @@ class HostStore:
 
     def free(self, key: Key) -> None:
         """Give its slot to others."""
+        if key in self._slots:
+            self._fetched.pop(self._slots[key].start, None)
         self._slots.release(key)
-        self._copies.forget(key)
+
+    def lend(self, name: str, like: Tensor, rows: int) -> Tensor:
+        """A tensor in a slot."""
+        return self._slots.lend(name, torch.Size((rows, *like.shape[1:])), like.dtype, self._memory)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether its memory is the store's."""
+        return Slots.within(tensor, self._memory)
+
+    def write(self, place: Tensor, value: Tensor) -> None:
+        """Copy values to a place."""
+        if not self.holds(place):
+            place.copy_(value)
+            return
+        slot = Slot.of(place, self._memory)
+        for start in [start for start, (other, _) in self._fetched.items() if other.overlaps(slot)]:
+            del self._fetched[start]
+        self._copies.out(value.detach(), place)
+        self.bytes_out += slot.nbytes
+
+    def fetch(self, place: Tensor) -> None:
+        """Begin to copy a place to the device."""
+        slot = Slot.of(place, self._memory)
+        if slot.start not in self._fetched:
+            self._fetched[slot.start] = slot, self._copies.begin(place)
+            self.bytes_in += slot.nbytes
+
+    def read(self, place: Tensor) -> Tensor:
+        """A copy on the device; what the store does not hold, itself."""
+        if not self.holds(place):
+            return place
+        self.fetch(place)
+        slot, begun = self._fetched.pop(Slot.of(place, self._memory).start)
+        if slot != Slot.of(place, self._memory):
+            begun = self._copies.begin(place)  # it was fetched in another form
+        return self._copies.finish(begun)
+
+    def settle(self) -> None:
+        """Nothing to do: on the CPU copies are done when they are asked for."""
 
     def close(self) -> None:
         """Unpin and free the memory."""
+        self._fetched.clear()
         self._copies.close()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -96,41 +132,28 @@ class HostStore:
 class _PlainCopies:
     """Copies between host memory and host memory: done when the call returns, nothing to fetch ahead."""
 
-    def __init__(self) -> None:
-        self._begun: dict[Key, Tensor] = {}
-
     def wait_seconds(self) -> float:
         return 0.0
 
-    def out(self, slot: int, tensor: Tensor, place: Tensor) -> None:
-        place.copy_(tensor)
+    def out(self, value: Tensor, place: Tensor) -> None:
+        place.copy_(value)
 
-    def begin(self, key: Key, slot: int, place: Tensor) -> bool:
-        if key in self._begun:
-            return False
-        self._begun[key] = place.clone()
-        return True
+    def begin(self, place: Tensor) -> Tensor:
+        return place.clone()
 
-    def finish(self, key: Key) -> Tensor:
-        return self._begun.pop(key)
-
-    def forget(self, key: Key) -> None:
-        self._begun.pop(key, None)
+    def finish(self, begun: Any) -> Tensor:
+        return begun
 
     def close(self) -> None:
-        self._begun.clear()
+        pass
 
 
 class _CudaCopies:
-    """Copies over two streams. A slot is read after it was written and written after it was read, by events."""
+    """Copies over two streams. Each begins after the copies of the other that were asked for before it."""
 
     def __init__(self, device: torch.device, memory: Tensor) -> None:
-        self._device = device
-        self._memory = memory
+        self._device, self._memory = device, memory
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._written: dict[int, torch.cuda.Event] = {}
-        self._read: dict[int, torch.cuda.Event] = {}
-        self._begun: dict[Key, tuple[Tensor, torch.cuda.Event]] = {}
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._waited = 0.0
         # Without room to pin, copies still are right, only not hidden.
@@ -142,27 +165,23 @@ class _CudaCopies:
         self._waited += sum(before.elapsed_time(after) for before, after in done) / 1000
         return self._waited
 
-    def out(self, slot: int, tensor: Tensor, place: Tensor) -> None:
+    def out(self, value: Tensor, place: Tensor) -> None:
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
-        if slot in self._read:
-            self._outward.wait_event(self._read[slot])
+        self._outward.wait_stream(self._inward)
         with torch.cuda.stream(self._outward):
-            place.copy_(tensor, non_blocking=True)
-        self._written[slot] = _mark(self._outward)
-        tensor.record_stream(self._outward)
+            place.copy_(value, non_blocking=True)
+        value.record_stream(self._outward)
 
-    def begin(self, key: Key, slot: int, place: Tensor) -> bool:
-        if key in self._begun:
-            return False
-        self._inward.wait_event(self._written[slot])
+    def begin(self, place: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        self._inward.wait_stream(self._outward)
         with torch.cuda.stream(self._inward):
             tensor = place.to(self._device, non_blocking=True)
-        self._read[slot] = _mark(self._inward)
-        self._begun[key] = tensor, self._read[slot]
-        return True
+        arrived = torch.cuda.Event()
+        arrived.record(self._inward)
+        return tensor, arrived
 
-    def finish(self, key: Key) -> Tensor:
-        tensor, arrived = self._begun.pop(key)
+    def finish(self, begun: Any) -> Tensor:
+        tensor, arrived = begun
         stream = torch.cuda.current_stream(self._device)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
@@ -172,11 +191,7 @@ class _CudaCopies:
         tensor.record_stream(stream)
         return tensor
 
-    def forget(self, key: Key) -> None:
-        self._begun.pop(key, None)
-
     def close(self) -> None:
-        self._begun.clear()
         torch.cuda.synchronize(self._device)
         if self.pinned and self._memory.numel():
             cast(Any, torch.cuda.cudart()).cudaHostUnregister(self._memory.data_ptr())
@@ -185,10 +200,3 @@ class _CudaCopies:
 def _register(memory: Tensor) -> bool:
     """Pin memory in place; whether that worked."""
     return int(cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
-
-
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind everything that the stream has been given so far."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event

@@ -53,6 +53,28 @@ class DeviceStore:
         else:
             self._tensors[key] = tensor.to(working_dtype(tensor.dtype), copy=True)
 
+    def lend(self, name: str, like: Tensor, rows: int) -> Tensor:
+        """A new tensor."""
+        return like.new_empty((rows, *like.shape[1:]))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """No: what is lent is the device's."""
+        return False
+
+    def write(self, place: Tensor, value: Tensor) -> None:
+        """Copy."""
+        place.copy_(value)
+
+    def fetch(self, place: Tensor) -> None:
+        """Nothing to do."""
+
+    def read(self, place: Tensor) -> Tensor:
+        """The rows themselves."""
+        return place
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
     def free(self, key: Key) -> None:
         """Let go of it."""
         self._tensors.pop(key, None)

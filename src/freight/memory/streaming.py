@@ -114,11 +114,52 @@ class StreamingRunner:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _StreamedBlock.apply(hidden, layer, *parameters)  # pyright: ignore[reportReturnType]
         with torch.no_grad():
-            return layer.forward(hidden, keep=False)
+            return layer.forward(hidden, None)
 
     def run_part(self, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Just the call."""
-        return function(*inputs)
+        """Just the call; but a tier gets the first hidden states chunk by chunk, and all blocks then follow."""
+        if name != "embed" or self.store.on_device or not torch.is_grad_enabled():
+            return function(*inputs)
+        tokens, *weights = inputs
+        return _StreamedEmbedding.apply(self, function, tokens.batch, *weights)
+
+    def chunks(self, batch: TokenBatch) -> list[Range]:
+        """Tokens of each chunk on this rank."""
+        size = self.stream.chunk_tokens // self.transport.size
+        return chunk_ranges(batch.tokens, size)
+
+
+class _StreamedEmbedding(torch.autograd.Function):
+    """`(runner, function, batch, *weights) -> hidden`, lent by the runner's store."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, runner: StreamingRunner, function: Callable[..., Tensor], batch: TokenBatch, *weights: Tensor
+    ) -> Tensor:
+        ctx.runner, ctx.function, ctx.batch = runner, function, batch
+        ctx.save_for_backward(*weights)
+        hidden: Tensor | None = None
+        for a, b in runner.chunks(batch):
+            values = function(batch.range(a, b), *weights)
+            if hidden is None:
+                hidden = runner.store.lend("hidden", values, batch.tokens)
+            runner.store.write(hidden[a:b], values)
+        assert hidden is not None
+        runner.store.settle()
+        return hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights = [w.detach().requires_grad_(w.requires_grad) for w in ctx.saved_tensors]
+        trained = [weight for weight in weights if weight.requires_grad]
+        sums = _Sums(trained)
+        for a, b in ctx.runner.chunks(ctx.batch):
+            with torch.enable_grad():
+                values = ctx.function(ctx.batch.range(a, b), *weights)
+            sums.add([values], [ctx.runner.store.read(grads[0][a:b])], [])
+        found = iter(sums.rounded())
+        return None, None, None, *(next(found) if weight.requires_grad else None for weight in weights)
 
 
 class _StreamedBlock(torch.autograd.Function):
@@ -127,14 +168,17 @@ class _StreamedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: _Layer, *parameters: Tensor) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(hidden if layer.store.on_device else None)
-        return layer.forward(hidden, keep=True)
+        kept = layer.keep(hidden)
+        ctx.save_for_backward(hidden if kept is hidden else None)
+        ctx.copy = None if kept is hidden else kept
+        return layer.forward(hidden, kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         layer: _Layer = ctx.layer
         (hidden,) = ctx.saved_tensors
+        hidden, ctx.copy = ctx.copy if hidden is None else hidden, None
         d_hidden, of_parameters = layer.backward(hidden, grads[0], needs_hidden=ctx.needs_input_grad[0])
         return d_hidden, None, *of_parameters
 
@@ -156,6 +200,7 @@ class _Layer:
         self.chunks = chunk_ranges(batch.stream_tokens, self.stream.chunk_tokens)
         self.attention = RowAttention(runner.attention, batch, spec, self.chunks, self.transport.first_head)
         self.rows: tuple[Row, ...] = ()
+        self.lent = False  # whether input and output are the store's
         self.autocast = _Autocast(device_type)
 
     def __del__(self) -> None:
@@ -166,58 +211,87 @@ class _Layer:
         """The block's parameters that get a gradient, as they are now (gathered, say)."""
         return [parameter for parameter in self.block.parameters() if parameter.requires_grad]
 
-    def forward(self, hidden: Tensor, *, keep: bool) -> Tensor:
-        """The block's output `[tokens, hidden]`; `keep` stores what backward needs."""
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Where backward will find the input: where it is, or in a lent tensor that forward fills."""
+        if self.store.on_device or self.store.holds(hidden):
+            return hidden
+        return self.store.lend("hidden", hidden, hidden.shape[0])
+
+    def forward(self, hidden: Tensor, kept: Tensor | None) -> Tensor:
+        """The block's output `[tokens, hidden]`; lent if the input was.
+
+        Args:
+            hidden: The input.
+            kept: Of `keep`; None keeps nothing for a backward.
+        """
+        self.lent = kept is not None and self.store.holds(hidden)
         output: Tensor | None = None
         keys: KeyValues | None = None
         with self.autocast.again():
             for i in range(len(self.chunks)):
                 a, b = self._local(i)
-                x = hidden[a:b]
+                x = self.store.read(hidden[a:b])
+                if i + 1 < len(self.chunks):
+                    self._fetch(hidden, i + 1)
                 q, k, v = self.transport.scatter_heads(*self.block.pre(x, self._tokens(a, b)), kv=2)
                 if keys is None:
-                    self.rows = self.attention.rows(q, k, by_block=keep and self.stream.kv == "offload")
-                    keys = self._key_values(backward=False) if keep else ResidentKeyValues(self.rows, backward=False)
+                    offload = kept is not None and self.stream.kv == "offload"
+                    self.rows = self.attention.rows(q, k, by_block=offload)
+                    keys = self._key_values(offload=offload, backward=False)
                 keys.add(i, k, v)
                 out, lse = self.attention.forward(self.rows[i], q, keys.parts(self.rows[i]))
                 keys.end_row(self.rows[i])
                 (context,) = self.transport.gather_heads(out)
-                for c, d in self._ranges(b - a):
-                    y = self.block.post(x[c:d], context[c:d], self._tokens(a + c, a + d))
-                    if output is None:
-                        output = y.new_empty((hidden.shape[0], *y.shape[1:]))
-                    output[a + c : a + d] = y
-                if keep:
-                    self._save(i, x, context, lse, k, v)
+                y = self._post(i, x, context)
+                if output is None:
+                    output = self._rows_like(y, hidden.shape[0], lent=self.lent)
+                self.store.write(output[a:b], y)
+                if kept is not None:
+                    self._save(i, context, lse, k, v)
+                    if kept is not hidden:
+                        self.store.write(kept[a:b], x)
         assert output is not None
+        if self.lent:
+            self.store.settle()
         return output
 
     def backward(
-        self, hidden: Tensor | None, d_output: Tensor, *, needs_hidden: bool
+        self, hidden: Tensor, d_output: Tensor, *, needs_hidden: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input, if asked for, and of `trained()`."""
         if self.record.replay:
-            raise RuntimeError(
-                "backward ran through a streamed block a second time; what it needs is freed by the first"
-            )
+            raise RuntimeError("backward ran through a streamed block a second time; what it needs went with the first")
         self.record.replay = True
         sums = _Sums(self.trained())
-        d_hidden = torch.empty_like(d_output) if needs_hidden else None
-        keys = self._key_values(backward=True)
+        d_hidden: Tensor | None = None
+        keys = self._key_values(offload=self.stream.kv == "offload", backward=True)
         with self.autocast.again(), torch.enable_grad():
             for i in reversed(range(len(self.chunks))):
                 a, b = self._local(i)
-                self._prefetch(i - 1)
-                x = self._input(i, hidden).detach().requires_grad_(needs_hidden)
-                dx = self._chunk_backward(i, x, d_output[a:b], keys, sums, hidden)
-                if d_hidden is not None and dx is not None:
-                    d_hidden[a:b] = dx
+                x = self.store.read(hidden[a:b]).detach().requires_grad_(needs_hidden)
+                dy = self.store.read(d_output[a:b])
+                self._prefetch(i - 1, hidden, d_output)
+                dx = self._chunk_backward(i, x, dy, keys, sums, hidden)
+                if dx is not None:
+                    if d_hidden is None:
+                        d_hidden = self._gradient_rows(dx, d_output)
+                    self.store.write(d_hidden[a:b], dx)
                 keys.end_row(self.rows[i])
                 self._free(i)
+        self.store.settle()
         return d_hidden, sums.rounded()
 
+    def _rows_like(self, like: Tensor, rows: int, *, lent: bool) -> Tensor:
+        return self.store.lend("hidden", like, rows) if lent else like.new_empty((rows, *like.shape[1:]))
+
+    def _gradient_rows(self, dx: Tensor, d_output: Tensor) -> Tensor:
+        """Where the input's gradient goes: over the output's, as that is used up, if both belong in the store."""
+        if self.lent and self.store.holds(d_output) and dx.dtype == d_output.dtype:
+            return d_output
+        return self._rows_like(dx, d_output.shape[0], lent=self.lent)
+
     def _chunk_backward(
-        self, i: int, x: Tensor, dy: Tensor, keys: KeyValues, sums: _Sums, hidden: Tensor | None
+        self, i: int, x: Tensor, dy: Tensor, keys: KeyValues, sums: _Sums, hidden: Tensor
     ) -> Tensor | None:
         """The gradient of one chunk's input, if it needs one; adds those of the weights."""
         context = lse = None
@@ -243,6 +317,20 @@ class _Layer:
         grads = [g.to(t.dtype) for t, g in zip((q, k, v), grads, strict=True) if t.requires_grad]
         d_pre = sums.add(outputs, grads, [x])
         return d_pre[0] if dx is None else dx + d_pre[0] if d_pre[0] is not None else dx
+
+    def _post(self, i: int, x: Tensor, context: Tensor) -> Tensor:
+        """The output of one chunk."""
+        start, _ = self._local(i)
+        ranges = self._ranges(x.shape[0])
+        parts = (self.block.post(x[a:b], context[a:b], self._tokens(start + a, start + b)) for a, b in ranges)
+        if len(ranges) == 1:
+            return next(parts)
+        output: Tensor | None = None
+        for (a, b), part in zip(ranges, parts, strict=True):
+            output = part.new_empty(x.shape) if output is None else output
+            output[a:b] = part
+        assert output is not None
+        return output
 
     def _post_backward(
         self, i: int, x: Tensor, context: Tensor, dy: Tensor, sums: _Sums
@@ -273,7 +361,7 @@ class _Layer:
             keys.close_gradients(part, (dk, dv))
         return self.transport.gather_heads(dq, *keys.gradients(i, (own[0], own[1])), kv=2)
 
-    def _provide(self, i: int, keys: KeyValues, own: tuple[Tensor, Tensor], hidden: Tensor | None) -> None:
+    def _provide(self, i: int, keys: KeyValues, own: tuple[Tensor, Tensor], hidden: Tensor) -> None:
         """Have keys and values of all chunks that row i sees, computing or fetching those that are missing."""
         first = self.rows[i].keys[0]
         for j in range(i, -1, -1):
@@ -283,47 +371,48 @@ class _Layer:
                 keys.add(j, *(own if i == j else self._keys_of(j, hidden)))
 
     @torch.no_grad()
-    def _keys_of(self, j: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _keys_of(self, j: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self.stream.save_attention == "all":
             return self.store.get(Key("k", self.owner, j)), self.store.get(Key("v", self.owner, j))
-        if j and hidden is None:
-            self.store.prefetch(Key("input", self.owner, j - 1))
-        _, k, v = self.block.pre(self._input(j, hidden), self._tokens(*self._local(j)))
+        a, b = self._local(j)
+        x = self.store.read(hidden[a:b])
+        if j:
+            self._fetch(hidden, j - 1)
+        _, k, v = self.block.pre(x, self._tokens(a, b))
         k, v = self.transport.scatter_heads(k, v, kv=2)
         return k, v
 
-    def _key_values(self, *, backward: bool) -> KeyValues:
-        if self.stream.kv == "device":
+    def _key_values(self, *, offload: bool, backward: bool) -> KeyValues:
+        if not offload:
             return ResidentKeyValues(self.rows, backward=backward)
         keep = self.stream.save_attention == "all"
         return StoredKeyValues(self.rows, self.store, self.owner, backward=backward, keep=keep)
 
-    def _save(self, i: int, x: Tensor, context: Tensor, lse: Tensor, k: Tensor, v: Tensor) -> None:
-        kept = {} if self.store.on_device else {"input": x}
-        if self.stream.save_attention != "none":
-            kept |= {"context": context, "lse": lse}
+    def _save(self, i: int, context: Tensor, lse: Tensor, k: Tensor, v: Tensor) -> None:
+        kept = {} if self.stream.save_attention == "none" else {"context": context, "lse": lse}
         if self.stream.save_attention == "all" and self.stream.kv == "device":
             kept |= {"k": k, "v": v}
         for name, tensor in kept.items():
             self.store.put(Key(name, self.owner, i), tensor)
 
-    def _input(self, i: int, hidden: Tensor | None) -> Tensor:
-        if hidden is None:
-            return self.store.get(Key("input", self.owner, i))
-        a, b = self._local(i)
-        return hidden[a:b]
-
-    def _prefetch(self, i: int) -> None:
+    def _prefetch(self, i: int, hidden: Tensor, d_output: Tensor) -> None:
+        """Have what the next chunk of backward needs come."""
         if i < 0:
             return
-        names = [] if self.store.on_device else ["input"]
-        names += [] if self.stream.save_attention == "none" else ["context", "lse"]
-        for name in names:
-            self.store.prefetch(Key(name, self.owner, i))
+        self._fetch(hidden, i)
+        self._fetch(d_output, i)
+        if self.stream.save_attention != "none":
+            for name in ("context", "lse"):
+                self.store.prefetch(Key(name, self.owner, i))
+
+    def _fetch(self, rows: Tensor, i: int) -> None:
+        if self.store.holds(rows):
+            a, b = self._local(i)
+            self.store.fetch(rows[a:b])
 
     def _free(self, *chunks: int) -> None:
         for i in chunks:
-            for name in ("input", "context", "lse", "k", "v", "dk", "dv"):
+            for name in ("context", "lse", "k", "v", "dk", "dv"):
                 self.store.free(Key(name, self.owner, i))
 
     def _local(self, i: int) -> Range:

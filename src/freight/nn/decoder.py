@@ -16,7 +16,7 @@ from freight.nn.linear import Linear
 from freight.nn.loss_head import ChunkedLossHead
 from freight.nn.norm import build_norm
 from freight.ops.attention import LocalAttention
-from freight.ops.batch import TokenBatch
+from freight.ops.batch import TokenBatch, TokenRange
 from freight.ops.embedding import embedding
 from freight.ops.protocols import AttentionCore, BlockRunner, LossHead
 
@@ -68,17 +68,21 @@ class Decoder(nn.Module):
         hidden = self.embed(batch)
         for layer in self.layers:
             hidden = layer(hidden, batch)
-        return (head or self.loss_head)(self.norm(hidden), self.head_weight, batch)
+        return (head or self.loss_head)(hidden, self.norm, self.head_weight, batch)
 
     def embed(self, batch: TokenBatch) -> Tensor:
-        """Input of the first block, `[tokens, hidden]`."""
-        hidden = embedding(batch.input_ids, self.embed_tokens.weight)
+        """Input of the first block, `[tokens, hidden]`; made the way that block is run."""
+        weights = [self.embed_tokens.weight]
+        if self.embed_positions is not None:
+            weights.append(self.embed_positions.weight)
+        return self.blocks[0].run_part("embed", self._embed, batch.range(), *weights)
+
+    def _embed(self, tokens: TokenRange, of_tokens: Tensor, of_positions: Tensor | None = None) -> Tensor:
+        hidden = embedding(tokens.input_ids, of_tokens)
         if self.arch.embedding_scale is not None:
             # A tensor of hidden's dtype: models that scale were trained with the factor rounded to it.
             hidden = hidden * torch.full((), self.arch.embedding_scale, dtype=hidden.dtype, device=hidden.device)
-        if self.embed_positions is not None:
-            hidden = hidden + embedding(batch.position_ids, self.embed_positions.weight)
-        return hidden
+        return hidden if of_positions is None else hidden + embedding(tokens.position_ids, of_positions)
 
     @property
     def head_weight(self) -> Tensor:

@@ -247,6 +247,11 @@ class TokenRange:
     record: BlockRecord | None = None
 
     @property
+    def input_ids(self) -> Tensor:
+        """int64 `[stop - start]`."""
+        return self.batch.input_ids[self.start : self.stop]
+
+    @property
     def position_ids(self) -> Tensor:
         """int64 `[stop - start]`, restarting in every document."""
         return self.batch.position_ids[self.start : self.stop]

@@ -24,7 +24,9 @@ from freight.ops.protocols import LossSums
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
+    """How the loss is computed; fields as the arguments of `linear_cross_entropy`."""
+
     chunk_tokens: int
     softcap: float | None
     label_smoothing: float
@@ -61,7 +63,7 @@ def linear_cross_entropy(
 
     Gradient: of `objective`, accumulated in float32 (float64 for float64) over chunks and rounded once.
     """
-    recipe = _Recipe(chunk_tokens, softcap, label_smoothing, z_loss_coeff)
+    recipe = Recipe(chunk_tokens, softcap, label_smoothing, z_loss_coeff)
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     objective, nll = _LinearCrossEntropy.apply(hidden, weight, labels, recipe, with_grad)  # pyright: ignore
     return LossSums(objective, nll)
@@ -76,28 +78,29 @@ def token_losses(
     Returns:
         float32 `[tokens]` (float64 for float64), without a graph.
     """
-    rows = _labelled(labels)
+    rows = labelled(labels)
     with bf16_units(hidden):
-        _, nll = _run_chunks(hidden, weight, labels, rows, _Recipe(chunk_tokens, softcap, 0.0, None), None, None)
+        _, nll = run_chunks(hidden, weight, labels, rows, Recipe(chunk_tokens, softcap, 0.0, None), None, None)
     return nll.new_zeros(labels.shape[0]).index_copy_(0, rows, nll)
 
 
-def _labelled(labels: Tensor) -> Tensor:
+def labelled(labels: Tensor) -> Tensor:
+    """int64 `[rows]`: the tokens that have a label."""
     return (labels != IGNORE_INDEX).nonzero().squeeze(-1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, recipe: _Recipe, with_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, recipe: Recipe, with_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        rows = _labelled(labels)
+        rows = labelled(labels)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight = (with_grad and need for need in ctx.needs_input_grad[:2])
         d_hidden = hidden.new_zeros(rows.shape[0], hidden.shape[1], dtype=dtype) if needs_hidden else None
         d_weight = weight.new_zeros(weight.shape, dtype=dtype) if needs_weight else None
         with bf16_units(hidden):
-            objective, nll = _run_chunks(hidden, weight, labels, rows, recipe, d_hidden, d_weight)
+            objective, nll = run_chunks(hidden, weight, labels, rows, recipe, d_hidden, d_weight)
         ctx.save_for_backward(rows, d_hidden, d_weight)
         ctx.like = (hidden.shape, hidden.dtype, weight.dtype)
         objective, nll = objective.sum(), nll.sum()
@@ -117,16 +120,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None
 
 
-def _run_chunks(
+def run_chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     rows: Tensor,
-    recipe: _Recipe,
+    recipe: Recipe,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Objective and nll `[rows]`; puts their gradients into `d_hidden` and `d_weight` where given."""
+    """Objective and nll `[rows]`, without a graph.
+
+    Args:
+        hidden: `[tokens, hidden]`.
+        weight: `[vocab, hidden]`.
+        labels: int64 `[tokens]`.
+        rows: Tokens that have a label.
+        recipe: Of the loss.
+        d_hidden: float32 (float64) `[rows, hidden]`, to be overwritten with the objective's gradient at these tokens.
+        d_weight: float32 (float64) `[vocab, hidden]`, to which the objective's gradient is added.
+    """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     objective, nll = hidden.new_zeros(2, rows.shape[0], dtype=dtype)
     if not rows.shape[0]:
@@ -172,7 +185,7 @@ class _Chunk(NamedTuple):
     bend: Tensor | None  # [rows, vocab], slope of the softcap
 
 
-def _chunk_losses(logits: Tensor, labels: Tensor, recipe: _Recipe) -> _Chunk:
+def _chunk_losses(logits: Tensor, labels: Tensor, recipe: Recipe) -> _Chunk:
     """Losses of each row; overwrites `logits` with their softmax."""
     bend = None
     if recipe.softcap is not None:
@@ -194,7 +207,7 @@ def _chunk_losses(logits: Tensor, labels: Tensor, recipe: _Recipe) -> _Chunk:
     return _Chunk(objective, lse - target, probabilities, lse, bend)
 
 
-def _chunk_slope(chunk: _Chunk, labels: Tensor, recipe: _Recipe) -> Tensor:
+def _chunk_slope(chunk: _Chunk, labels: Tensor, recipe: Recipe) -> Tensor:
     """Derivative of the objective at the raw logits `[rows, vocab]`; overwrites the probabilities."""
     slope = chunk.probabilities
     if recipe.z_loss_coeff is not None:

@@ -96,8 +96,8 @@ class LossSums(NamedTuple):
 class LossHead(Protocol):
     """From the last hidden states to whatever the caller wants of the logits."""
 
-    def __call__(self, hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Any:
-        """`hidden [tokens, hidden]` (after the final norm), `weight [vocab, hidden]`."""
+    def __call__(self, hidden: Tensor, norm: nn.Module, weight: Tensor, batch: TokenBatch) -> Any:
+        """`hidden [tokens, hidden]` before the final norm, `weight [vocab, hidden]`; token by token."""
         ...
 
 
@@ -167,14 +167,47 @@ class Key(NamedTuple):
     chunk: int = 0
 
 
-class TensorStore(Protocol):
+class RowStore(Protocol):
+    """Lends tensors whose memory is a tier's, and moves rows of them to the device and back.
+
+    A lent tensor is an ordinary one: graphs and hooks hold it, and its memory returns to the tier when nothing does.
+    But its values travel: only `read` knows when they are there. On a CPU `settle` makes them readable for everyone;
+    for computation on CUDA lent tensors are on another device, and an op that does not know of tiers refuses them.
+    """
+
+    def lend(self, name: str, like: Tensor, rows: int) -> Tensor:
+        """`[rows, ...]` of the kind `name`, else like `like`; values are yet to be written."""
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or one it is a view of, was lent."""
+        ...
+
+    def write(self, place: Tensor, value: Tensor) -> None:
+        """Bring values to some rows; they belong to the store, the caller writes to them no more."""
+        ...
+
+    def fetch(self, place: Tensor) -> None:
+        """Begin to bring some rows of a lent tensor to the device, for the next `read`."""
+        ...
+
+    def settle(self) -> None:
+        """Have what was written be there for readers that do not use `read`; waits for no other device."""
+        ...
+
+    def read(self, place: Tensor) -> Tensor:
+        """Values of some rows, on the device; of a tensor that was not lent, the rows themselves."""
+        ...
+
+
+class TensorStore(RowStore, Protocol):
     """Keeps tensors on a tier (device, host, disk) and gives them back, bit for bit.
 
     A tensor that was put belongs to the store: the caller writes to it no more. A tensor that was gotten is read only.
     Nothing waits for a device; a call waits for a transfer only where what it needs is still on its way.
 
     Args:
-        on_device: The tier is the device itself, so that keeping a tensor there saves nothing.
+        on_device: The tier is the device itself: what is there already need not be put.
         bytes_in: Bytes brought to the device so far.
         bytes_out: Bytes taken from it.
         wait_seconds: Time that callers spent waiting for transfers.
