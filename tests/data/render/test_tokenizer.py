@@ -63,6 +63,13 @@ def test_what_the_post_processor_adds_in_front():
     assert Encoder(tokenizer).front_ids == [tokenizer.bos_token_id]
 
 
+def test_padding_that_a_tokenizer_file_asks_for_is_nothing_it_puts_in_front():
+    for adds_bos in (False, True):
+        tokenizer = small_tokenizer(adds_bos=adds_bos)
+        tokenizer.backend_tokenizer.enable_padding(direction="left", length=8)
+        assert Encoder(tokenizer).front_ids == [tokenizer.bos_token_id] * adds_bos
+
+
 def test_a_tokenizer_that_changes_text_is_noticed():
     tokenizer = small_tokenizer()
     assert Encoder(tokenizer).round_trip_warning(["Abc é\n"]) is None

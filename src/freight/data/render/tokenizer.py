@@ -146,6 +146,7 @@ class Encoder:
         inner = Tokenizer.from_str(backend(tokenizer).to_str())
         inner.no_truncation()
         inner.no_padding()
+        whole = Tokenizer.from_str(inner.to_str())
         inner.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
         self._inner = inner
         self._bytes = byte_tokens_of(inner)
@@ -154,7 +155,7 @@ class Encoder:
         self.size = len(tokenizer)
         marked = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
         self.special_ids = np.array(sorted(marked | set(tokenizer.all_special_ids)), dtype=np.int64)
-        self.front_ids = front_ids(backend(tokenizer), inner)
+        self.front_ids = front_ids(whole, inner)
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenise texts as they stand: special tokens in them are parsed, none is added."""
