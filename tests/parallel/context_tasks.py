@@ -10,21 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from freight.nn.decoder import Decoder
 from freight.ops.attention import LocalAttention
-from freight.ops.batch import IGNORE_INDEX, TokenBatch
-from freight.ops.layout import SequenceLayout
+from freight.ops.batch import TokenBatch
 from freight.ops.protocols import AttentionSpec
 from freight.parallel.context import ContextAttention
 from freight.parallel.context_method import ContextChoice, ContextMethod
-from freight.parallel.data import set_last_microbatch, shard, whole
-from freight.parallel.gradients import global_grad_norm, sum_over_data
-from freight.parallel.head_transport import UlyssesTransport
-from freight.parallel.mesh import Axis, batch_axis, build_mesh
-from tests.nn.small_decoders import build
+from freight.parallel.mesh import build_mesh
 
 
 def choice_of(name: str, ranks: int) -> ContextChoice:
@@ -128,124 +121,6 @@ def running_mean(methods: list[str], windows: list[int | None]) -> list[list[lis
         contexts = [core(zeros, zeros, values, batch, AttentionSpec(scale=1.0, window=window)) for window in windows]
         means.append([join(context, batch)[: whole.tokens, 0, 0].tolist() for context in contexts])
     return means
-
-
-@dataclass(frozen=True)
-class Training:
-    """Three steps of a tiny decoder on a global batch of two microbatches.
-
-    Args:
-        method: Of context parallelism.
-        model: Changes of the decoder.
-        sparse: Only one token of the global batch has a label, so that most ranks have none.
-    """
-
-    method: str = "ring"
-    model: dict[str, Any] = field(default_factory=dict)
-    sparse: bool = False
-
-    def microbatches(self) -> list[TokenBatch]:
-        """Packed documents and padding; then one document whose labels begin late."""
-        first = [list(range(1, 12)), [5, 3, 8], list(range(7, 20))]
-        second = [[(7 * i) % 31 for i in range(22)]]
-        labels = [[-100] * 18 + [3, 1, 4, -100]]
-        none = [[-100] * len(document) for document in first]
-        only = [[-100] * 20 + [9, -100]]
-        return [
-            TokenBatch.from_documents(first, none if self.sparse else None, pad_to=30, seed=1),
-            TokenBatch.from_documents(second, only if self.sparse else labels, seed=1, microbatch=1),
-        ]
-
-
-@dataclass
-class Steps:
-    """What three steps gave: losses, norms, whole gradients of the first step, whole parameters after the last."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-
-
-def train(data: int, context: int, runs: list[Training]) -> list[Steps]:
-    """On a mesh of data x context ranks under FSDP."""
-    mesh = build_mesh(data * context, context=context)
-    return [_train(mesh, context, run) for run in runs]
-
-
-def _train(mesh: DeviceMesh, context: int, run: Training) -> Steps:
-    core = ContextAttention(choice_of(run.method, context), mesh, LocalAttention()) if context > 1 else None
-    model = build(**run.model)[0]
-    if core is not None:
-        for block in model.blocks:
-            block.attention_core = core
-    shard(model, model.layers, mesh, "fp64")
-    dealt = batch_axis(mesh)
-    mine = run.microbatches()[dealt.get_local_rank() :: dealt.size()]
-    return three_steps(model, [core.shard(batch) for batch in mine] if core else mine, mesh)
-
-
-def three_steps(model: Decoder, microbatches: list[TokenBatch], mesh: DeviceMesh) -> Steps:
-    """Plain SGD, which shows every wrong factor."""
-    steps = Steps()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(3):
-        labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in microbatches)
-        count = int(sum_over_data(torch.tensor(labels), mesh))
-        nll = torch.zeros((), dtype=torch.float64)
-        for index, batch in enumerate(microbatches):
-            set_last_microbatch(model, index == len(microbatches) - 1)
-            sums = model(batch)
-            (sums.objective / count).backward()
-            nll += sums.nll
-        steps.losses.append(float(sum_over_data(nll, mesh) / count))
-        steps.norms.append(float(global_grad_norm(model.parameters())))
-        if step == 0:
-            steps.gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-    steps.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    return steps
-
-
-def round_trips(cases: list[tuple[int, int]], chunk: int) -> list[dict[str, Any]]:
-    """Chunks of an interleaved layout through the transport and back.
-
-    Args:
-        cases: Query heads and key-value heads.
-        chunk: Tokens of a chunk of all ranks.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    group = build_mesh(world, context=world)[Axis.CP].get_group()
-    layout = SequenceLayout("interleaved", 2 * chunk + world, world, chunk_tokens=chunk)
-    results = []
-    for heads, groups in cases:
-        transport = UlyssesTransport(heads, groups, group)
-        # Every number says which token and head it is.
-        q, k = (
-            100.0 * torch.arange(layout.tokens).view(-1, 1, 1) + torch.arange(n).view(-1, 1) for n in (heads, groups)
-        )
-        q, k = q[layout.index(rank)].expand(-1, -1, 2), k[layout.index(rank)].expand(-1, -1, 2)
-        pieces = (chunk // world, chunk // world, 1)
-        arrived, returned = [], []
-        for of_q, of_k in zip(q.split(pieces), k.split(pieces), strict=True):
-            there = transport.scatter_heads(of_q, of_k, -of_k, kv=2)
-            (queries,) = transport.scatter_heads(of_q)
-            assert torch.equal(queries, there[0])
-            arrived.append([x[..., 0] for x in there])
-            back = transport.gather_heads(*(x.to(torch.bfloat16) for x in (there[0] % 100, *there[1:])), kv=2)
-            returned.append([x[..., 0] for x in back])
-        results.append(
-            dict(
-                share=transport.share,
-                first_head=transport.first_head,
-                num_keys=transport.num_keys,
-                arrived=[torch.cat(x) for x in zip(*arrived, strict=True)],
-                returned=[torch.cat(x) for x in zip(*returned, strict=True)],
-                sent=[q[..., 0], k[..., 0]],
-            )
-        )
-    return results
 
 
 def shapes_on_many_ranks(world: int, cases: list[Case]) -> list[list[tuple[list[int], list[int]]]]:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from freight.verify.ranks import RankPool
 from freight.verify.tolerances import close
 from tests.nn.small_decoders import VARIANTS, build
-from tests.parallel.context_tasks import Steps, Training, three_steps, train
+from tests.parallel.training_tasks import Steps, Training, three_steps, train
 
 METHODS = ["ring", "all_gather", "ulysses"]
 

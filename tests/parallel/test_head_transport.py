@@ -8,7 +8,7 @@ import torch
 from freight.parallel.head_split import HeadShare
 from freight.parallel.head_transport import UlyssesTransport
 from freight.verify.ranks import RankPool
-from tests.parallel.context_tasks import round_trips
+from tests.parallel.transport_tasks import round_trips
 
 CASES = [(8, 4), (4, 4), (4, 1), (9, 3), (12, 3), (6, 2)]
 
