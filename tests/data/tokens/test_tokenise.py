@@ -343,7 +343,7 @@ def test_nothing_to_read_is_an_error(tmp_path, content, words):
 
 def test_large_batches_and_many_arrow_batches_keep_every_document(tmp_path, monkeypatch):
     monkeypatch.setattr("freight.data.tokens.token_store.BATCH_TOKENS", 40)
-    monkeypatch.setattr("freight.data.tokens.document_builder.BATCH_RECORDS", 3)
+    monkeypatch.setattr("freight.data.tokens.record_batches.BATCH_RECORDS", 3)
     source = write(tmp_path / "t.jsonl", *({"text": "abc" * (i % 5 + 1)} for i in range(50)))
     cached = run(source, cache_dir=str(tmp_path / "cache"))
     same(cached, run(source))

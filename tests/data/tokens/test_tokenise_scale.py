@@ -15,7 +15,7 @@ import pytest
 from freight.config.schema import DataConfig, Source
 from freight.data.read.sources import resolve_sources
 from freight.data.render.encode import is_checked
-from freight.data.tokens import cache_key, document_builder
+from freight.data.tokens import cache_key, document_builder, record_batches
 from freight.data.tokens.batch_encoder import BatchEncoder
 from freight.data.tokens.build_folder import building_folder, one_builder
 from freight.data.tokens.cache_key import hash_files
@@ -51,7 +51,7 @@ def rejects(folder):
 
 
 def test_any_number_of_processes_makes_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 7)
+    monkeypatch.setattr(record_batches, "BATCH_RECORDS", 7)
     tokenizer = small_tokenizer(merges=(("Ċ", "a"),))
     sources = (
         Source(path=mixed(tmp_path / "a.jsonl", 150)),
@@ -100,7 +100,7 @@ class Stop(BaseException):
 
 
 def test_an_interrupted_build_goes_on_behind_its_last_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 5)
+    monkeypatch.setattr(record_batches, "BATCH_RECORDS", 5)
     monkeypatch.setattr(document_builder, "SHARD_BYTES", 2500)
     encoded = []
     encode = BatchEncoder.__call__
@@ -138,7 +138,7 @@ def test_an_interrupted_build_goes_on_behind_its_last_shard(tmp_path, monkeypatc
 
 
 def test_a_dead_worker_leaves_finished_shards_for_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 5)
+    monkeypatch.setattr(record_batches, "BATCH_RECORDS", 5)
     monkeypatch.setattr(document_builder, "SHARD_BYTES", 1000)
     source, cache = mixed(tmp_path / "a.jsonl", 40), tmp_path / "cache"
     encode = BatchEncoder.__call__
@@ -159,7 +159,7 @@ def test_a_dead_worker_leaves_finished_shards_for_the_next_start(tmp_path, monke
 
 
 def test_packed_lines_are_tokenised_and_resumed_as_plain_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 5)
+    monkeypatch.setattr(record_batches, "BATCH_RECORDS", 5)
     monkeypatch.setattr(document_builder, "SHARD_BYTES", 1)
     plain = mixed(tmp_path / "a.jsonl", 60)
     packed = tmp_path / "a.jsonl.gz"
@@ -181,7 +181,7 @@ def test_packed_lines_are_tokenised_and_resumed_as_plain_ones(tmp_path, monkeypa
 
 
 def test_a_build_that_left_damage_behind_starts_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_builder, "BATCH_RECORDS", 5)
+    monkeypatch.setattr(record_batches, "BATCH_RECORDS", 5)
     monkeypatch.setattr(document_builder, "SHARD_BYTES", 1000)
     source, cache = mixed(tmp_path / "a.jsonl", 40), tmp_path / "cache"
 

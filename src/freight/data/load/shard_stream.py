@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from freight.config.schema import DataConfig
 from freight.data.documents import Document
-from freight.data.read.records import RawRecord, RecordFault
+from freight.data.read.records import RawRecord
 from freight.data.read.rejects import Rejects
 from freight.data.read.sources import SourceFiles
-from freight.data.render.formats import DETECTION_RECORDS, check_field_names, detect_format, rename_fields
-from freight.data.render.truncation import TooLong
-from freight.data.tokens.batch_encoder import BatchEncoder, EncodedBatch, SourceRules, parse_record, read_record
-from freight.data.tokens.books import Books, TooLongCount
-from freight.data.tokens.document_builder import SAMPLED_RECORDS, Taken, content_of, policy_of, tasks_of, unparsed
+from freight.data.render.formats import DETECTION_RECORDS, check_field_names
+from freight.data.tokens.batch_encoder import BatchEncoder, EncodedBatch, SourceRules, read_record
+from freight.data.tokens.books import SAMPLED_RECORDS, Books, TooLongCount
+from freight.data.tokens.record_batches import Taken, content_of, tasks_of, unparsed
+from freight.data.tokens.source_rules import enter_outcomes, format_of, policy_of, rejects_of
 from freight.errors import DataError
 
 
@@ -70,7 +70,9 @@ class StreamedSource:
         self._too_long = TooLongCount()
         records = chain.from_iterable(unparsed(path, source.kind, -1) for path in source.files)
         head = list(islice(records, DETECTION_RECORDS))
-        self.format = self._format(head)
+        self.format = format_of(source, head)
+        if source.format == "auto":
+            self.notices.append(f"{source.path}: format {self.format} (detected)")
         self._rules = SourceRules(self.format, source.fields, policy_of(config, self.format))
         self._check_keys(head)
         self._rejects = self._new_rejects(rejects_dir)
@@ -105,38 +107,12 @@ class StreamedSource:
 
     def _enter(self, batch: Sequence[Taken], encoded: EncodedBatch) -> None:
         rejects = self._rejects
-        for place, taken in enumerate(batch):
-            fault = encoded.faults.get(place)
-            if fault is None:
-                rejects.accept()
-            elif isinstance(fault, TooLong):
-                if self._rules.policy == "error":
-                    self._too_long.add(taken.record, fault)
-                rejects.drop(taken.record, fault, fault.tokens)
-            else:
-                rejects.reject(taken.record, fault)
+        records = [taken.record for taken in batch]
+        enter_outcomes(records, encoded.faults, rejects, self._too_long, self._rules.policy)
         self._too_long.stop(rejects.read, enough=True)
         self._books.counts.add(encoded.counts)
         if self._books.counts.turns >= SAMPLED_RECORDS:
             self._books.check_ends()
-
-    def _format(self, head: list[RawRecord]) -> str:
-        source, faults = self.source, []
-        if source.format == "packed":
-            raise DataError(f"{source.path}: format packed: set data.packing.file to the packed file instead")
-        if source.format != "auto":
-            return source.format
-        parsed = []
-        for record in head:
-            try:
-                parsed.append((record.place, rename_fields(parse_record(content_of(record)), source.fields)))
-            except RecordFault as fault:
-                faults.append(f"{record.place}: {fault}")
-        if not parsed:
-            raise DataError(faults[0] if faults else f"{source.path}: 0 records; the source is empty")
-        found = detect_format(parsed, source.path)
-        self.notices.append(f"{source.path}: format {found} (detected)")
-        return found
 
     def _check_keys(self, head: list[RawRecord]) -> None:
         ignored, seen = Counter[str](), set[str]()
@@ -153,9 +129,7 @@ class StreamedSource:
             self.notices.append(f"{self.source.path}: keys not used in the first {len(head)} records: {listed}")
 
     def _new_rejects(self, folder: Path | None) -> Rejects:
-        skip = self._config.on_bad_record == "skip"
-        stops = self._rules.policy == "error" and not skip
-        return Rejects(self._rejects_name, None if stops else folder, skip=skip)
+        return rejects_of(self._rejects_name, folder, self._config, self._rules.policy)
 
 
 class Lane:

@@ -95,17 +95,13 @@ def detect_format(records: Iterable[tuple[Place, dict[str, Any]]], source: str) 
     """The first format whose required keys are in every one of the records.
 
     Args:
-        records: The first records of a source, under canonical names, that could be parsed.
+        records: The first records of a source, under canonical names, that could be parsed; at least one.
         source: Its path, for messages.
 
     Raises:
         DataError: No format fits all; lists the keys seen with one example each.
     """
     seen = list(records)
-    if not seen:
-        raise DataError(
-            f"{source}: none of the first records can be parsed, so its format cannot be told; fix the file"
-        )
     for name in REQUIRED:
         if all(has_keys(record, name) for _, record in seen):
             return name  # pyright: ignore[reportReturnType]

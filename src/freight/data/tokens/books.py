@@ -6,12 +6,14 @@ Everything here but the lengths of documents is small and fits JSON, so it can b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freight.config.schema import Truncation
 from freight.data.read.records import RawRecord
 from freight.data.read.rejects import Rejects
 from freight.data.render.encode import EncodeCounts
@@ -21,6 +23,7 @@ from freight.errors import DataError
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 STRADDLING_LIMIT = 0.001
+SAMPLED_RECORDS = 1000  # read before the first ones are judged as a whole
 
 
 class Mark(NamedTuple):
@@ -61,7 +64,7 @@ class Books:
     mark: Mark = field(default_factory=Mark)
     files: list[FileEntry] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
-    policies: dict[str, str] = field(default_factory=dict)
+    policies: dict[str, Truncation] = field(default_factory=dict)
     counts: EncodeCounts = field(default_factory=EncodeCounts)
     ignored: Counter[str] = field(default_factory=Counter)
     missing_columns: set[str] = field(default_factory=set)
@@ -196,7 +199,7 @@ class TooLongCount:
         )
 
 
-def only_value(values: dict[str, str]) -> str:
+def only_value(values: Mapping[str, str]) -> str:
     """The value that all sources share, or `mixed`."""
     distinct = set(values.values())
     return distinct.pop() if len(distinct) == 1 else "mixed"

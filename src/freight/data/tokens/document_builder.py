@@ -12,43 +12,31 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from freight.config.schema import DataConfig, Truncation
-from freight.data.read.jsonl import read_lines
-from freight.data.read.readers import read_file
-from freight.data.read.records import Place, RawRecord, RecordFault
+from freight.config.schema import DataConfig
+from freight.data.read.records import RawRecord, RecordFault
 from freight.data.read.rejects import Rejects
 from freight.data.read.sources import SourceFiles
-from freight.data.render.formats import DETECTION_RECORDS, check_field_names, detect_format, rename_fields
+from freight.data.render.formats import DETECTION_RECORDS, check_field_names
 from freight.data.render.template import ChatTemplate
 from freight.data.render.tokenizer import ROUND_TRIP_STRINGS, Encoder, pad_id, tokenizer_hash
-from freight.data.render.truncation import TooLong
-from freight.data.tokens.batch_encoder import (
-    BatchEncoder,
-    BatchTask,
-    EncodedBatch,
-    SourceRules,
-    parse_record,
-    read_record,
-)
-from freight.data.tokens.books import Books, Mark, TooLongCount
+from freight.data.tokens.batch_encoder import BatchEncoder, BatchTask, EncodedBatch, SourceRules, read_record
+from freight.data.tokens.books import SAMPLED_RECORDS, Books, Mark, TooLongCount
 from freight.data.tokens.cache_key import combined_hash
+from freight.data.tokens.record_batches import Taken, content_of, tasks_of, unparsed
+from freight.data.tokens.source_rules import enter_outcomes, format_of, policy_of, rejects_of
 from freight.data.tokens.token_store import ArrowSink, FileEntry, MemorySink
 from freight.data.tokens.worker_pool import WorkerPool, usable_processes
-from freight.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int, str], None]
 
-BATCH_RECORDS = 256
-BATCH_BYTES = 1 << 20
 POOL_BYTES = 16 << 20  # below, starting processes takes longer than they save
 MOST_PROCESSES = 8
 SHARD_BYTES = 64 << 20
-SAMPLED_RECORDS = 1000
 NO_RECORD = -1
 
 
@@ -73,20 +61,6 @@ class Job:
     vocab_size: int
     progress: Progress
     processes: int | None = None
-
-
-class Taken(NamedTuple):
-    """A record on its way.
-
-    Args:
-        file: Index of its file among all files.
-        record: As it was read; lines of JSON unparsed.
-        position: Bytes of all files up to its end.
-    """
-
-    file: int
-    record: RawRecord
-    position: int
 
 
 Runner = Callable[[Iterable[tuple[list[Taken], BatchTask]]], Iterator[tuple[list[Taken], EncodedBatch]]]
@@ -187,7 +161,7 @@ class DocumentBuilder:
             self._open(source, [taken.record for taken in head])
             records = chain(head, records)
         rejects = self.rejects[source.name]
-        rules = SourceRules(books.formats[source.name], source.fields, policy_of(config, books.formats[source.name]))
+        rules = SourceRules(books.formats[source.name], source.fields, books.policies[source.name])
         try:
             if fresh and index == 0:
                 self._check_round_trip([taken.record for taken in head], rules)
@@ -214,36 +188,14 @@ class DocumentBuilder:
     def _open(self, source: SourceFiles, head: list[RawRecord]) -> None:
         """Begin the books of a source."""
         books, config = self.books, self.job.config
-        found = self._format(source, head)
+        found = format_of(source, head)
+        if source.format == "auto":
+            books.notices.append(f"{source.path}: format {found} (detected)")
         books.files += [FileEntry(str(path), source.kind, source.name) for path in source.files]
         books.formats[source.name] = found
         books.policies[source.name] = policy_of(config, found)
-        self.rejects[source.name] = self._rejects_of(source)
+        self.rejects[source.name] = rejects_of(source.name, self.rejects_dir, config, books.policies[source.name])
         self.too_long = TooLongCount()
-
-    def _rejects_of(self, source: SourceFiles) -> Rejects:
-        skip = self.job.config.on_bad_record == "skip"
-        stops = self.books.policies[source.name] == "error" and not skip
-        return Rejects(source.name, None if stops else self.rejects_dir, skip=skip)
-
-    def _format(self, source: SourceFiles, head: list[RawRecord]) -> str:
-        if source.format == "packed":
-            raise DataError(f"{source.path}: format packed: set data.packing.file to the packed file instead")
-        if source.format != "auto":
-            return source.format
-        if not head:
-            raise DataError(f"{source.path}: 0 records; the source is empty")
-        parsed, faults = [], []
-        for record in head:
-            try:
-                parsed.append((record.place, rename_fields(parse_record(content_of(record)), source.fields)))
-            except RecordFault as fault:
-                faults.append(fault)
-        if not parsed:
-            raise DataError(f"{head[0].place}: {faults[0]}; none of the first {len(head)} records can be parsed")
-        found = detect_format(parsed, source.path)
-        self.books.notices.append(f"{source.path}: format {found} (detected)")
-        return found
 
     def _check_round_trip(self, head: list[RawRecord], rules: SourceRules) -> None:
         samples = [read_record(content_of(record), rules, Counter(), set()) for record in head]
@@ -258,16 +210,8 @@ class DocumentBuilder:
         books.counts.add(encoded.counts)
         books.ignored.update(encoded.ignored)
         books.missing_columns -= encoded.columns_seen
-        for place, taken in enumerate(batch):
-            fault = encoded.faults.get(place)
-            if fault is None:
-                rejects.accept()
-            elif isinstance(fault, TooLong):
-                if books.policies[self.job.sources[index].name] == "error":
-                    self.too_long.add(taken.record, fault)
-                rejects.drop(taken.record, fault, fault.tokens)
-            else:
-                rejects.reject(taken.record, fault)
+        policy = books.policies[self.job.sources[index].name]
+        enter_outcomes([taken.record for taken in batch], encoded.faults, rejects, self.too_long, policy)
         owners = [taken for taken, count in zip(batch, encoded.num_documents, strict=True) for _ in range(count)]
         columns = encoded.columns
         self.sink.add(columns, [taken.file for taken in owners], [taken.record.place for taken in owners])
@@ -302,8 +246,9 @@ class DocumentBuilder:
         self.too_long = TooLongCount(**state["too_long"])
         for source in self.job.sources:
             if source.name in state["rejects"]:
-                self.rejects[source.name] = self._rejects_of(source)
-                self.rejects[source.name].resume(state["rejects"][source.name])
+                policy = self.books.policies[source.name]
+                rejects = self.rejects[source.name] = rejects_of(source.name, self.rejects_dir, self.job.config, policy)
+                rejects.resume(state["rejects"][source.name])
 
     def _read(self) -> int:
         return sum(rejects.read for rejects in self.rejects.values())
@@ -316,50 +261,3 @@ class DocumentBuilder:
         words = f"{(read - self._read_before) / seconds:,.0f} records/s, "
         words += f"{(tokens - self._tokens_before) / seconds:,.0f} tokens/s, {left_out:,} left out"
         self.job.progress(self.books.mark.position, self._starts[-1], f"tokenising: {words}")
-
-
-def unparsed(path: Path, kind: str, after: int) -> Iterator[RawRecord]:
-    """The records of a file; lines of JSON as they stand, since parsing is the workers' business."""
-    if kind != "jsonl":
-        return read_file(path, kind, after)
-    lines = read_lines(path, after)
-    return (RawRecord(Place(path, kind, number), None, None, line, consumed) for number, line, consumed in lines)
-
-
-def content_of(record: RawRecord) -> dict[str, Any] | bytes | RecordFault:
-    """What is left to do with a record: nothing, parsing, or refusing it."""
-    content = record.value if record.value is not None else record.fault or record.raw
-    assert content is not None, "a reader yields a value, a fault or bytes"
-    return content
-
-
-def tasks_of(records: Iterator[Taken], rules: SourceRules, read: int) -> Iterator[tuple[list[Taken], BatchTask]]:
-    """Batches of records, each beside the task it makes.
-
-    Args:
-        records: Of one source.
-        rules: Of that source.
-        read: Its records before these.
-    """
-    for batch in batches(records):
-        yield batch, BatchTask(rules, read, [content_of(taken.record) for taken in batch])
-        read += len(batch)
-
-
-def batches(records: Iterator[Taken]) -> Iterator[list[Taken]]:
-    """Group records so that neither their number nor their bytes grow large."""
-    batch: list[Taken] = []
-    size = 0
-    for taken in records:
-        batch.append(taken)
-        size += len(taken.record.raw or b"")
-        if len(batch) == BATCH_RECORDS or size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def policy_of(config: DataConfig, record_format: str) -> Truncation:
-    """`data.truncation`, by default chosen by the format."""
-    return config.truncation or ("split" if record_format == "text" else "error")
