@@ -35,7 +35,11 @@ def in_one_process(run: Training, mesh: DeviceMesh) -> Steps:
         (1, 2, METHODS),
         (2, 2, METHODS),
         (1, 4, [*METHODS, "hybrid", "ring contiguous"]),
+        (1, 1, ["streamed 1"]),
+        (1, 2, ["streamed 1", "streamed 2"]),
+        (1, 4, ["streamed 1", "streamed 2", "streamed 4"]),
     ],
+    ids=lambda x: x[0].split()[0] if isinstance(x, list) else str(x),
 )
 def test_three_steps_equal_one_process(
     ranks: RankPool, mesh: DeviceMesh, data: int, context: int, methods: list[str]

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from freight.config.architecture import Architecture
+from freight.memory.stores import DeviceStore
+from freight.memory.streaming import Stream, StreamingRunner
 from freight.nn.decoder import Decoder
 from freight.ops.attention import LocalAttention
 from freight.ops.batch import IGNORE_INDEX, TokenBatch
+from freight.ops.layout import SequenceLayout
+from freight.ops.protocols import HeadTransport
 from freight.parallel.context import ContextAttention
 from freight.parallel.data import set_last_microbatch, shard, whole
 from freight.parallel.gradients import global_grad_norm, sum_over_data
-from freight.parallel.mesh import batch_axis, build_mesh
+from freight.parallel.head_transport import UlyssesTransport
+from freight.parallel.mesh import Axis, batch_axis, build_mesh, context_axes
+from freight.parallel.row_transport import RowTransport
 from tests.nn.small_decoders import build
 from tests.parallel.context_tasks import choice_of
 
@@ -25,7 +32,7 @@ class Training:
     """Three steps of a tiny decoder on a global batch of two microbatches.
 
     Args:
-        method: Of context parallelism.
+        method: Of context parallelism; `streamed`, and the ranks that exchange heads, for blocks that are streamed.
         model: Changes of the decoder.
         sparse: Only one token of the global batch has a label, so that most ranks have none.
     """
@@ -64,15 +71,33 @@ def train(data: int, context: int, runs: list[Training]) -> list[Steps]:
 
 
 def _train(mesh: DeviceMesh, context: int, run: Training) -> Steps:
-    core = ContextAttention(choice_of(run.method, context), mesh, LocalAttention()) if context > 1 else None
-    model = build(**run.model)[0]
-    if core is not None:
-        for block in model.blocks:
-            block.attention_core = core
+    model, arch = build(**run.model)
     shard(model, model.layers, mesh, "fp64")
     dealt = batch_axis(mesh)
     mine = run.microbatches()[dealt.get_local_rank() :: dealt.size()]
-    return three_steps(model, [core.shard(batch) for batch in mine] if core else mine, mesh)
+    if run.method.startswith("streamed"):
+        row = int(run.method.split()[1])
+        model.use_runner(StreamingRunner(Stream(16), DeviceStore(), transport=transport_of(arch, mesh, row)))
+        mine = [batch.local(interleaved(batch, context, row), mesh[Axis.CP].get_local_rank()) for batch in mine]
+    elif context > 1:
+        core = ContextAttention(choice_of(run.method, context), mesh, LocalAttention())
+        for block in model.blocks:
+            block.attention_core = core
+        mine = [core.shard(batch) for batch in mine]
+    return three_steps(model, mine, mesh)
+
+
+def interleaved(batch: TokenBatch, ranks: int, row: int) -> SequenceLayout:
+    """Chunks of 16 tokens."""
+    return SequenceLayout("interleaved", batch.stream_tokens, ranks, batch.cu_seqlens, chunk_tokens=16, row=row)
+
+
+def transport_of(arch: Architecture, mesh: DeviceMesh, row: int) -> HeadTransport:
+    heads, groups, axis = arch.num_attention_heads, arch.groups, mesh[Axis.CP]
+    if row == axis.size():
+        return UlyssesTransport(heads, groups, axis.get_group())
+    across, within = context_axes(mesh, row)
+    return RowTransport(heads, groups, within.get_group() if row > 1 else None, across.get_group())
 
 
 def three_steps(model: Decoder, microbatches: list[TokenBatch], mesh: DeviceMesh) -> Steps:

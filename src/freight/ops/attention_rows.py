@@ -8,9 +8,10 @@ parts only `(out, lse)` of the row is carried forward, and only dq backward.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from freight.ops.attention import LocalAttention, Schedule, add_backward, add_forward, pair_dropout
@@ -39,12 +40,14 @@ class Row:
         queries: Its tokens in the stream.
         keys: From the first token of the first chunk of which it sees anything, to its own last token.
         parts: By ascending keys; none for a chunk of padding.
+        numbers: int64, place in the stream of each query that is here, where that is not all of them.
     """
 
     number: int
     queries: Range
     keys: Range
     parts: tuple[RowPart, ...]
+    numbers: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,7 @@ class RowAttention:
         spec: Of the layer; causal.
         chunks: Ranges that cover the stream, ascending.
         first_head: Global number of the first query head.
+        pieces: Which tokens of a chunk the queries are, where other ranks hold the rest; None = all.
     """
 
     core: LocalAttention
@@ -64,6 +68,7 @@ class RowAttention:
     spec: AttentionSpec
     chunks: Sequence[Range]
     first_head: int = 0
+    pieces: Callable[[Range], Sequence[Range]] | None = None
 
     def rows(self, q: Tensor, k: Tensor, *, by_block: bool) -> tuple[Row, ...]:
         """Every visible pair of the batch exactly once; made by the first layer that asks.
@@ -125,7 +130,7 @@ class RowAttention:
 
     def _dropout(self, row: Row, part: RowPart) -> PairDropout | None:
         first = dict(first_head=self.first_head, first_query=row.queries[0], first_key=part.keys[0])
-        return pair_dropout(self.batch, self.spec, **first)
+        return pair_dropout(self.batch, self.spec, **first, q_numbers=row.numbers)
 
     def _row(self, q: Tensor, k: Tensor, number: int, by_block: bool) -> Row:
         starts, queries = self.batch.cu_seqlens, self.chunks[number]
@@ -133,15 +138,19 @@ class RowAttention:
         segments = starts[first : last + 1], self.batch.lengths[first:last]
         oldest = self._chunk_of(_first_key(queries, *segments, self.spec.window))
         keys = self.chunks[oldest][0], queries[1]
+        here = [queries] if self.pieces is None else self.pieces(queries)
         parts = []
         for block in self.chunks[oldest : number + 1] if by_block else [keys]:
             plan = self.core.plan(
-                q, k, self.batch, self.spec, *segments, build=build_shard_plan, queries=[queries], keys=[block]
+                q, k, self.batch, self.spec, *segments, build=build_shard_plan, queries=here, keys=[block]
             )
             if plan.entries:
                 kernels = self.core.kernels(q, k, self.batch, self.spec, plan.entries)
                 parts.append(RowPart(block, Schedule(plan, *kernels)))
-        return Row(number, queries, keys, tuple(parts))
+        numbers = None
+        if tuple(here) != (queries,):
+            numbers = torch.cat([torch.arange(*piece) for piece in here]).to(q.device)
+        return Row(number, queries, keys, tuple(parts), numbers)
 
     def _chunk_of(self, token: int) -> int:
         return bisect_right(self.chunks, token, key=lambda chunk: chunk[0]) - 1

@@ -6,7 +6,7 @@ never import each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -136,8 +136,12 @@ class HeadTransport(Protocol):
     size: int
     first_head: int
 
+    def pieces(self, chunk: tuple[int, int]) -> Sequence[tuple[int, int]]:
+        """Which tokens of a chunk `[start, stop)` scattered query heads are of, in order; K and V are of all."""
+        ...
+
     def scatter_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
-        """`[tokens / size, heads, d]` -> `[tokens, heads of this rank, d]`, tokens in rank order."""
+        """`[tokens / size, heads, d]` -> `[tokens, heads of this rank, d]` in order; query heads only of `pieces`."""
         ...
 
     def gather_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freight.ops.attention_math import working_dtype
+from freight.ops.layout import Range
 from freight.parallel.head_split import HeadShare, HeadSplit, replicated
 
 
@@ -77,6 +78,10 @@ class UlyssesTransport:
     def num_keys(self) -> int:
         """Key-value heads of this rank as `scatter_heads` gives them."""
         return self.share.num_keys if self._runs is None else self.share.num_queries
+
+    def pieces(self, chunk: Range) -> tuple[Range, ...]:
+        """Which tokens of a chunk the queries are: all."""
+        return (chunk,)
 
     def scatter_heads(self, *tensors: Tensor, kv: int = 0) -> tuple[Tensor, ...]:
         """All heads of this rank's tokens -> this rank's heads of all tokens.
