@@ -12,7 +12,7 @@ from freight.bench.padding_layouts import Layout
 from freight.config.architecture import Architecture
 from freight.config.presets import preset
 from freight.data.documents import Document, InMemoryDocuments, make_document
-from freight.data.pack.rows import DocumentRows
+from freight.data.pack.document_rows import DocumentRows
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freight.data.documents import InMemoryDocuments, make_document
-from freight.data.pack.rows import DocumentRows
+from freight.data.pack.document_rows import DocumentRows
 from freight.train.data_facts import data_facts
 
 

@@ -14,7 +14,7 @@ import matplotlib.image
 import pytest
 
 from freight.data.documents import InMemoryDocuments, make_document
-from freight.data.pack.rows import DocumentRows
+from freight.data.pack.document_rows import DocumentRows
 from freight.train.data_facts import data_facts
 from freight.train.metrics import MetricLog
 from freight.train.report import flattened, highlighted_yaml, listed, write_report

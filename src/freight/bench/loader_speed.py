@@ -17,7 +17,7 @@ import numpy as np
 from freight.bench.timing import alternating_medians
 from freight.data.documents import Document, InMemoryDocuments
 from freight.data.load.loader import StepData, StepLoader
-from freight.data.pack.rows import DocumentRows
+from freight.data.pack.document_rows import DocumentRows
 from freight.ops.batch import TokenBatch
 
 WARM_UP_STEPS = 5

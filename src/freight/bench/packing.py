@@ -33,7 +33,8 @@ from freight.config.architecture import Architecture
 from freight.config.load import config_from
 from freight.config.schema import Config, DataConfig
 from freight.data.documents import Document, Documents
-from freight.data.pack.rows import DocumentRows, Row
+from freight.data.pack.document_rows import DocumentRows
+from freight.data.pack.rows import Row
 from freight.data.render.tokenizer import load_tokenizer
 from freight.data.tokens.tokenise import tokenise
 from freight.parallel.mesh import DeviceMesh, build_mesh

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import freight.data.pack.rows as rows_module
+import freight.data.pack.document_rows as rows_module
 from freight.data.documents import InMemoryDocuments, make_document
 from freight.data.load.loader import StepLoader, evaluation_batches
+from freight.data.pack.document_rows import DocumentRows
 from freight.data.pack.file_rows import FileRows
 from freight.data.pack.packed_file import PackedFile
 from freight.data.pack.packed_writer import packed_metadata, write_packed
 from freight.data.pack.packing import pack
-from freight.data.pack.rows import DocumentRows
 from freight.data.pack.rows import rows_of as rows_of_plan
 from freight.errors import CheckpointError, ConfigError, DataError
 

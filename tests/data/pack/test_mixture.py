@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from freight.data.documents import InMemoryDocuments, make_document
 from freight.data.load.loader import StepLoader
 from freight.data.pack.document_order import MixedSources, documents_per_source
+from freight.data.pack.document_rows import DocumentRows
 from freight.data.pack.mixture import LARGEST_PERIOD, Mixture
-from freight.data.pack.rows import DocumentRows
 from freight.errors import DataError
 
 

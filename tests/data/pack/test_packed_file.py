@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 import freight.data.pack.packed_file as packed_file
 import freight.data.pack.packed_writer as packed_writer
 from freight.data.documents import InMemoryDocuments, make_document
+from freight.data.pack.document_rows import DocumentRows
 from freight.data.pack.file_rows import FileRows
 from freight.data.pack.packed_file import PackedFile, read_metadata
 from freight.data.pack.packed_writer import packed_metadata, write_packed
 from freight.data.pack.packing import pack
-from freight.data.pack.rows import DocumentRows, rows_of
+from freight.data.pack.rows import rows_of
 from freight.data.read.packed_mark import is_packed
 from freight.errors import DataError
 

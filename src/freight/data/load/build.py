@@ -13,9 +13,10 @@ from freight.config.schema import DataConfig, Source
 from freight.data.documents import Documents
 from freight.data.load.open_packed import check_tokenising, for_validation, open_packed, packed_path
 from freight.data.load.streaming import stream_rows
+from freight.data.pack.document_rows import DocumentRows
 from freight.data.pack.file_rows import FileRows
 from freight.data.pack.packing import check_pack_size
-from freight.data.pack.rows import DocumentRows, IndexedRows, RowSource
+from freight.data.pack.rows import IndexedRows, RowSource
 from freight.data.tokens.tokenise import tokenise
 from freight.errors import ConfigError
 
