@@ -92,7 +92,7 @@ class ResidentKeyValues:
         return bool(self._buffers) and self._held[0] <= start and stop <= self._held[1]
 
     def parts(self, row: Row) -> Iterator[tuple[RowPart, Tensor, Tensor]]:
-        """The one part, unless all is padding."""
+        """Views of the buffer."""
         for part in row.parts:
             k, v, *_ = self._views(part.keys)
             yield part, k, v
