@@ -79,6 +79,14 @@ def test_plain_shapes():
     assert read({"prompt": "a", "completion": " b "}, "prompt_completion") == PromptCompletion("a", " b ")
 
 
+@pytest.mark.parametrize("prompt", [[], [{"role": "user", "content": "q"}]])
+def test_a_system_text_stands_before_prompt_messages_and_before_none(prompt):
+    record = {"prompt": prompt, "completion": [{"role": "assistant", "content": "a"}], "system": "S"}
+    found = read(record, "prompt_completion")
+    assert found.texts == ["S", *(turn["content"] for turn in prompt), "a"]
+    assert found.weights == (0, *(0 for _ in prompt), 1)
+
+
 def test_keys_that_are_not_used_are_told():
     ignored = []
     read({"messages": [{"role": "user", "content": "a", "mood": 1, "name": None}], "id": 1}, "messages", ignored)
@@ -104,6 +112,12 @@ def message(**fields):
             "conversations",
             Reason.WRONG_TYPE,
             "conversations[0].value",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": 1}], "completion": message()["messages"], "system": "S"},
+            "prompt_completion",
+            Reason.WRONG_TYPE,
+            "prompt[0].content",
         ),
         ({"messages": {}}, "messages", Reason.WRONG_TYPE, "messages"),
         ({"messages": []}, "messages", Reason.EMPTY, "messages"),

@@ -178,7 +178,9 @@ def from_prompt_completion(record: dict[str, Any], ignored: Callable[[str], None
     """Both text, or both message lists, of which only the completion's assistant turns are supervised."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = read_messages([*system_message(record), *prompt], "prompt", ignored) if prompt else None
+        system = system_message(record)
+        begins = [*system, *prompt]
+        before = read_messages(begins, "prompt", ignored, offset=len(system)) if begins else None
         after = read_messages(completion, "completion", ignored)
         silent = (0,) * len(before.messages) if before else ()
         return Conversation((*(before.messages if before else ()), *after.messages), (*silent, *after.weights), None)
