@@ -11,6 +11,7 @@ from freight.bench import fuzz
 from freight.bench.fuzzing.judge import holds
 from freight.data.read import rejects
 from freight.data.render import encode
+from freight.errors import ConfigError
 
 MUST_BE_ZERO = ("tracebacks", "silent_losses", "hangs")
 
@@ -86,3 +87,9 @@ def test_other_errors_and_hangs_are_found_with_their_case(monkeypatch, capsys):
 )
 def test_parts_are_held_in_order(found, parts, held):
     assert holds(found, parts) is held
+
+
+@pytest.mark.parametrize("options", [{"cases": "many"}, {"case": "7"}, {"kind": "recrods"}, {"sede": 3}])
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(ConfigError, match=r"must be|does not exist"):
+        fuzz.run(options)

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,12 +31,14 @@ from freight.bench.fuzzing.judge import lost_lines, numbered_lines, used_lines, 
 from freight.bench.fuzzing.records import FORMATS, make_record, spoil, spoil_bytes, to_line
 from freight.bench.fuzzing.templates import broken_template
 from freight.bench.fuzzing.tokenizers import STYLES, Style, odd_tokenizer, plain_tokenizer
+from freight.bench.options import chosen_options
 from freight.config.load import load_config
 from freight.config.schema import DataConfig
 from freight.data.render.tokenizer import Encoder
 from freight.data.tokens.tokenise import tokenise
-from freight.errors import FreightError
+from freight.errors import ConfigError, FreightError
 
+OPTIONS: dict[str, Any] = {"cases": 10_000, "seed": 0, "case": None, "kind": None}
 CASE_SECONDS = 20
 SHOWN_FINDINGS = 20
 # Tokenizers that change text, or name another end than the templates' own: the answers must be there, no more is asked.
@@ -66,19 +68,28 @@ class Tally:
         self.outcomes[f"{kind} {outcome}"] += 1
 
 
-def run(options: dict[str, Any]) -> dict[str, Any]:
+def run(options: Mapping[str, Any]) -> dict[str, Any]:
     """Run the cases.
 
     Args:
-        options: `cases`, `seed`, `case` to run a single one, and `kind` to pass over the cases of other kinds.
+        options: `cases` (default 10,000), `seed` (0), `case` to run a single one, and `kind` (a key of `KINDS`) to pass
+            over the cases of other kinds.
 
     Returns:
         `cases`, `tracebacks`, `silent_losses`, `hangs` (the last three must be 0), how many of each kind were accepted
         and refused, what was done to them and why records were rejected, and the findings with their case numbers.
+
+    Raises:
+        ConfigError: An option that does not exist, or a value it cannot have.
     """
-    seed, single = int(options.get("seed", 0)), options.get("case")
-    numbers = range(int(options.get("cases", 10_000))) if single is None else range(int(single), int(single) + 1)
-    kinds = [options["kind"]] if "kind" in options else list(KINDS)
+    chosen = chosen_options(options, OPTIONS)
+    seed, single, kind = chosen["seed"], chosen["case"], chosen["kind"]
+    if single is not None and not isinstance(single, int):
+        raise ConfigError(f"option `case` must be the number of a case; got {single!r}. Write for example case=17.")
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"option `kind` must be one of {', '.join(KINDS)}; got {kind!r}.")
+    numbers = range(chosen["cases"]) if single is None else range(single, single + 1)
+    kinds = list(KINDS) if kind is None else [kind]
     tally = Tally()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="freight-fuzz-") as folder:

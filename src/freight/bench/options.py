@@ -21,6 +21,14 @@ def chosen_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
                 f'option "{name}" does not exist.{did_you_mean(name, list(defaults))} Known: {", ".join(defaults)}.'
             )
         default = defaults[name]
-        if default is not None and not isinstance(value, float if isinstance(default, float) else type(default)):
-            raise ConfigError(f"option `{name}` is {default!r} by default; got {value!r}.")
+        if default is not None and not _fits(value, default):
+            kind = type(default).__name__
+            raise ConfigError(f"option `{name}` must be of type {kind} (default {default!r}); got {value!r}.")
     return {**defaults, **options}
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value has the type of its default; a whole number may stand for a float."""
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(default)
