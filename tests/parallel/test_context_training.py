@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from freight.verify.ranks import RankPool
@@ -55,3 +58,14 @@ def test_three_steps_equal_one_process(
                 assert gradient.abs().max() > 0 and close(steps.gradients[name], gradient), f"{name} of {run}"
             for name, parameter in wanted.parameters.items():
                 assert close(steps.parameters[name], parameter), f"{name} of {run}"
+
+
+def test_float32_gradients_are_summed_too(ranks: RankPool, mesh: DeviceMesh) -> None:
+    """Sums are asked for in another way than in float64."""
+    run = Training("ring", VARIANTS["llama"])
+    wanted = in_one_process(run, mesh)
+    for (steps,) in ranks.run(train, 2, 1, 2, [replace(run, precision="fp32")]):
+        assert steps.losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert steps.norms == pytest.approx(wanted.norms, rel=1e-4)
+        for name, gradient in wanted.gradients.items():
+            assert steps.gradients[name].dtype == torch.float32 and close(steps.gradients[name], gradient), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,12 +34,14 @@ class Training:
     Args:
         method: Of context parallelism; `streamed`, and the ranks that exchange heads, for blocks that are streamed.
         model: Changes of the decoder.
-        sparse: Only one token of the global batch has a label, so that most ranks have none.
+        sparse: Only one token of each microbatch has a label, so that most ranks have none.
+        precision: Of masters and arithmetic.
     """
 
     method: str = "ring"
     model: dict[str, Any] = field(default_factory=dict)
     sparse: bool = False
+    precision: Literal["fp64", "fp32"] = "fp64"
 
     def microbatches(self) -> list[TokenBatch]:
         """Packed documents and padding; then one document whose labels begin late."""
@@ -72,7 +74,9 @@ def train(data: int, context: int, runs: list[Training]) -> list[Steps]:
 
 def _train(mesh: DeviceMesh, context: int, run: Training) -> Steps:
     model, arch = build(**run.model)
-    shard(model, model.layers, mesh, "fp64")
+    if run.precision == "fp32":
+        model.float()
+    shard(model, model.layers, mesh, run.precision)
     dealt = batch_axis(mesh)
     mine = run.microbatches()[dealt.get_local_rank() :: dealt.size()]
     if run.method.startswith("streamed"):
