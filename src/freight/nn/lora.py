@@ -174,11 +174,11 @@ class InputDropout:
         """0 where dropped, else `1 / (1 - rate)`.
 
         Args:
-            tokens: Rows of the inputs, by their numbers in the microbatch.
+            tokens: Rows of the inputs, counted by their numbers in the whole stream.
             like: `[tokens, features]`, for features, dtype and device.
         """
         batch, device = tokens.batch, like.device
-        rows = torch.arange(tokens.start, tokens.stop, device=device)
+        rows = tokens.token_numbers
         columns = torch.arange(like.shape[1], device=device)
         keep = keep_mask((batch.seed, batch.step, batch.microbatch, self.site), rows, columns, self.rate)
         return scaled_keep(keep, self.rate, like.dtype)

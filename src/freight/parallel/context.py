@@ -102,11 +102,15 @@ class ContextAttention:
 
     def portions(self, q: Tensor, k: Tensor, batch: TokenBatch, spec: AttentionSpec) -> tuple[Portion, ...]:
         """How one layer of one microbatch is done; made of integers, shared by layers where they are many."""
+        heads, groups = q.shape[1], k.shape[1]
         size = 1 if self.within is None else self.within.size()
-        split = HeadSplit(q.shape[1], k.shape[1], size)
+
+        def make() -> list[UlyssesTransport]:
+            of_portions = HeadSplit(heads, groups, size).portions(self.head_portions)
+            return [UlyssesTransport(heads, groups, self.within, shares) for shares in of_portions]
+
         portions = []
-        for shares in split.portions(self.head_portions):
-            transport = UlyssesTransport(q.shape[1], k.shape[1], self.within, shares)
+        for transport in batch.cached(("transports", heads, groups), make):
             queries, keys = q[:, : transport.share.num_queries], q[:, : transport.num_keys]
             portions.append(Portion(transport, self._source(queries, keys, batch, spec, transport.first_head)))
         return tuple(portions)
