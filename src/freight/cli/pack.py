@@ -95,6 +95,8 @@ def pack(
             force=force,
             progress=progress,
         )
+    if sizes and len(sizes) > 1 and not as_json:
+        say(f"documents up to {section.sequence_length:,} tokens for every size; --sequence-length changes it")
     _print(reports, config, compare=compare, as_json=as_json)
 
 
@@ -216,7 +218,7 @@ def _print(reports: list[PackReport], config: Config | None, *, compare: bool, a
                 say(f"  {sentence}")
             say(f"  {_batch_size(report, config)}")
         if report.advice:
-            say(f"  {report.advice}")
+            say(f"{f'{report.pack_size}:' if compare else ' '} {report.advice}")
 
 
 def _batch_size(report: PackReport, config: Config | None) -> str:

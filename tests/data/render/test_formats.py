@@ -52,6 +52,13 @@ def test_a_split_vote_shows_one_record_of_each_kind():
     assert "set data.format" in str(caught.value)
 
 
+def test_where_no_record_has_a_known_format_the_known_ones_are_named():
+    with pytest.raises(DataError) as caught:
+        detect_format([(Place(Path("a.jsonl"), "jsonl", 1), {"question": "q", "answer": "a"})], "a.jsonl")
+    for words in ("a.jsonl:1 has the keys ['answer', 'question']", "prompt + completion", "data.fields"):
+        assert words in str(caught.value)
+
+
 def test_roles_of_every_spelling():
     turns = [
         ("human", "user"),

@@ -358,8 +358,9 @@ def test_remarks_account_for_every_record_and_are_empty_for_a_packed_file():
         "warnings": ["odd"],
         "records_read": 5,
         "records_used": 3,
+        "skipped": {"too_long": 2, "empty": 0},
     }
     notices, warnings = remarks(metadata)
-    assert notices == ["a.jsonl: format text (detected)", "records: 5 read = 3 used + 2 left out"]
+    assert notices == ["a.jsonl: format text (detected)", "records: 5 read = 3 used + 2 left out (too_long 2)"]
     assert warnings == ["odd"]
     assert remarks({}) == ([], [])

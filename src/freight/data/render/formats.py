@@ -99,12 +99,19 @@ def detect_format(records: Iterable[tuple[Place, dict[str, Any]]], source: str) 
         source: Its path, for messages.
 
     Raises:
-        DataError: No format fits all; lists the keys seen with one example each.
+        DataError: No format fits all; lists the keys seen with one example each, or the known formats if none fits any.
     """
     seen = list(records)
     for name in REQUIRED:
         if all(has_keys(record, name) for _, record in seen):
             return name  # pyright: ignore[reportReturnType]
+    if not any(has_keys(record, name) for _, record in seen for name in REQUIRED):
+        place, record = seen[0]
+        known = ", ".join(" + ".join(" or ".join(keys) for keys in groups) for groups in REQUIRED.values())
+        raise DataError(
+            f"{source}: no known format; {place} has the keys {shorten(sorted(record))}, and a record needs one of: "
+            f"{known}. Give columns their names in data.fields, for example {{prompt: question, completion: answer}}"
+        )
     raise DataError(f"{source}: {explain_undetected(seen)}; set data.format (or the source's) and data.fields")
 
 

@@ -181,12 +181,14 @@ def remarks(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
         metadata: Of the documents, or of rows made of them; a packed file has none of it.
 
     Returns:
-        Notices, among them that every record is accounted for, and warnings.
+        Notices, among them that every record is accounted for and why some are left out, and warnings.
     """
     notices = list(metadata.get("notices", ()))
     if "records_read" in metadata:
         left_out = metadata["records_read"] - metadata["records_used"]
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in metadata["skipped"].items() if count)
         notices.append(
             f"records: {metadata['records_read']:,} read = {metadata['records_used']:,} used + {left_out:,} left out"
+            f"{f' ({reasons})' if reasons else ''}"
         )
     return notices, list(metadata.get("warnings", ()))
