@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from freight.config.checks import architecture_faults, fit_faults, schedule_faults
+from freight.config.checks import fit_faults, schedule_faults
 from freight.config.load import load_config
+from freight.config.model_checks import architecture_faults
 from freight.config.presets import preset
 from freight.config.schema import ScheduleConfig
 from freight.errors import ConfigError

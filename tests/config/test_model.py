@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freight.config.checks import architecture_faults
 from freight.config.model import architecture_of
+from freight.config.model_checks import architecture_faults
 from freight.config.presets import preset, preset_names
 from freight.config.schema import ModelSection
 from freight.errors import ConfigError

@@ -57,31 +57,16 @@ def _facts(config: Config, arch: Architecture, *, tokenise: bool) -> DataFacts |
 
     Validation is opened too when `tokenise` is set, so that its faults are found. A packed file is always opened.
     """
-    from freight.data.load.build import Which, open_rows
     from freight.data.load.open_packed import packed_path
-    from freight.data.pack.rows import RowSource
-    from freight.data.render.tokenizer import load_tokenizer
     from freight.planner.resolve import data_facts
     from freight.train.console import Progress
+    from freight.train.setup import row_opener
 
     packed = packed_path(config.data, "train")
     if not tokenise and (packed is None or packed.suffix == ".npy"):
         return None
-    place = config.data.tokenizer or config.model.hf
-    tokenizer = None if place is None else load_tokenizer(place)
     with Progress() as progress:
-
-        def rows_of(which: Which) -> RowSource:
-            return open_rows(
-                config.data,
-                config.train.seed,
-                which,
-                tokenizer,
-                vocab_size=arch.vocab_size,
-                rejects_dir=None,
-                progress=progress,
-            )
-
+        rows_of = row_opener(config, arch, None, progress)
         indexed = rows_of("train").indexed()
         if tokenise and config.data.validation is not None:
             rows_of("validation")

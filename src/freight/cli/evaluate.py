@@ -42,7 +42,8 @@ def evaluate(
             vocab_size=decoder.arch.vocab_size,
             rejects_dir=None,
             progress=progress,
-        )
+        ).indexed()
+        assert rows is not None, "validation is never streamed"
         result = measure(
             decoder,
             evaluation_batches(rows, rows.pack_size, pad_rows=False),

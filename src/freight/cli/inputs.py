@@ -77,7 +77,7 @@ def load_model(
 
     from freight.assemble.build import architecture_for, build_for_inference, weights_for
     from freight.assemble.stored_model import open_stored_model
-    from freight.config.checks import architecture_faults
+    from freight.config.model_checks import architecture_faults
     from freight.data.render.tokenizer import load_tokenizer
 
     if is_config(path):

@@ -15,10 +15,7 @@ from freight.config.architecture import Architecture
 from freight.config.data_checks import data_faults, known_pack_size, reads_packed, tokenises, two
 from freight.config.keys import shown
 from freight.config.messages import did_you_mean
-from freight.config.model_checks import architecture_faults
 from freight.config.schema import Config, DataConfig, ScheduleConfig, Source
-
-__all__ = ["architecture_faults", "data_faults", "faults", "file_faults", "fit_faults"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow|txt|md|csv|tsv|gz|zst|bz2|xz|zip)", re.IGNORECASE)

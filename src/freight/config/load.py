@@ -20,11 +20,12 @@ from pydantic import ValidationError
 
 from freight.config.aliases import apply_aliases
 from freight.config.base import Section
-from freight.config.checks import architecture_faults, faults, file_faults, fit_faults
+from freight.config.checks import faults, file_faults, fit_faults
 from freight.config.derived_keys import batch_sizes, min_lr
 from freight.config.keys import Path, fields_of, section_in, shown
 from freight.config.messages import translate
 from freight.config.model import architecture_of
+from freight.config.model_checks import architecture_faults
 from freight.config.schema import Config
 from freight.config.unavailable import take_out
 from freight.config.yaml_text import read_mapping, read_value

@@ -16,13 +16,9 @@ import torch
 
 from freight.config.adapter_targets import AdapterTargets
 from freight.config.architecture import Architecture
-from freight.config.checks import (
-    architecture_faults,
-    faults,
-    fit_faults,
-    schedule_faults,
-)
+from freight.config.checks import faults, fit_faults, schedule_faults
 from freight.config.data_checks import pack_size
+from freight.config.model_checks import architecture_faults
 from freight.config.schema import AdapterConfig, Config
 from freight.data.pack.batch_size import rows_for_documents
 from freight.data.pack.rows import IndexedRows

@@ -17,7 +17,8 @@ from torch.optim import AdamW
 from freight.assemble.adapters import targets_for
 from freight.assemble.build import architecture_for, build_model, weights_for
 from freight.config.architecture import Architecture
-from freight.config.checks import architecture_faults, fit_faults
+from freight.config.checks import fit_faults
+from freight.config.model_checks import architecture_faults
 from freight.config.schema import Config
 from freight.data.load.build import Which, open_rows
 from freight.data.load.loader import StepLoader
@@ -78,6 +79,28 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
         raise ConfigError(*faults)
     weights_for(config, arch)
     adapted = targets_for(config, arch)
+    rows_of = row_opener(config, arch, run_dir, progress)
+    rows = rows_of("train")
+    validation = rows_of("validation").indexed() if config.data.validation is not None else None
+    indexed = rows.indexed()
+    facts = None if indexed is None else data_facts(indexed, config.train.epochs)
+    plan = resolve(config, arch, data=facts, hardware=hardware_of(world.device), adapted=adapted)
+    total_steps = build_loader(config, rows, plan).total_steps
+    phases(total_steps, config.train.schedule)
+    return Prepared(config, arch, rows, validation, plan, total_steps)
+
+
+def row_opener(
+    config: Config, arch: Architecture, rejects_dir: Path | None, progress: ProgressCallback | None
+) -> Callable[[Which], RowSource]:
+    """What opens the training or the validation rows of a run, for which the tokenizer is loaded once.
+
+    Args:
+        config: Of the run.
+        arch: Of its model.
+        rejects_dir: Where rejected records go; None = nowhere.
+        progress: For tokenising and packing.
+    """
     place = config.data.tokenizer or config.model.hf
     tokenizer = None if place is None else load_tokenizer(place)
 
@@ -88,18 +111,11 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
             which,
             tokenizer,
             vocab_size=arch.vocab_size,
-            rejects_dir=run_dir,
+            rejects_dir=rejects_dir,
             progress=progress,
         )
 
-    rows = rows_of("train")
-    validation = rows_of("validation").indexed() if config.data.validation is not None else None
-    indexed = rows.indexed()
-    facts = None if indexed is None else data_facts(indexed, config.train.epochs)
-    plan = resolve(config, arch, data=facts, hardware=hardware_of(world.device), adapted=adapted)
-    total_steps = build_loader(config, rows, plan).total_steps
-    phases(total_steps, config.train.schedule)
-    return Prepared(config, arch, rows, validation, plan, total_steps)
+    return rows_of
 
 
 def build_loader(config: Config, rows: RowSource, plan: Plan) -> StepLoader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,40 +16,12 @@ from freight.data.load.streaming import stream_rows
 from freight.data.pack.document_rows import DocumentRows
 from freight.data.pack.file_rows import FileRows
 from freight.data.pack.packing import check_pack_size
-from freight.data.pack.rows import IndexedRows, RowSource
+from freight.data.pack.rows import RowSource
 from freight.data.tokens.tokenise import tokenise
 from freight.errors import ConfigError
 
 Which = Literal["train", "validation"]
 Progress = Callable[[int, int, str], None]
-
-
-@overload
-def open_rows(
-    config: DataConfig,
-    train_seed: int,
-    which: Literal["validation"],
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    vocab_size: int,
-    rejects_dir: Path | None,
-    progress: Progress | None = None,
-) -> IndexedRows: ...
-
-
-@overload
-def open_rows(
-    config: DataConfig,
-    train_seed: int,
-    which: Which,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    vocab_size: int,
-    rejects_dir: Path | None,
-    progress: Progress | None = None,
-    data_ranks: int = 1,
-    rank: int = 0,
-) -> RowSource: ...
 
 
 def open_rows(
@@ -65,6 +37,8 @@ def open_rows(
     rank: int = 0,
 ) -> RowSource:
     """The rows of `data.train` or `data.validation`. Validation is never shuffled, streamed or mixed by weight.
+
+    Those of validation are always `indexed`.
 
     Args:
         config: The `data` section.
