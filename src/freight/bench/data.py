@@ -26,6 +26,15 @@ from freight.bench.options import chosen_options
 from freight.bench.process_tree import PeakMemory
 from freight.errors import DataError
 
+OPTIONS: dict[str, Any] = {
+    "megabytes": 64,
+    "repeats": 3,
+    "max_seconds": 150.0,
+    "pack": True,
+    "compare": True,
+    "loader": True,
+    "tokenizer": None,
+}
 MEBIBYTE = 1 << 20
 TRIAL_MEBIBYTES = 8
 MOST_PROCESSES = 8
@@ -50,18 +59,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: The demo's model, which carries the tokenizer, is not installed.
         DataError: A side failed.
     """
-    chosen = chosen_options(
-        options,
-        {
-            "megabytes": 64,
-            "repeats": 3,
-            "max_seconds": 150.0,
-            "pack": True,
-            "compare": True,
-            "loader": True,
-            "tokenizer": None,
-        },
-    )
+    chosen = chosen_options(options, OPTIONS)
     tokenizer = chosen["tokenizer"] or str(find_model())
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="freight-bench-") as folder:
@@ -142,6 +140,7 @@ def run_side(
     environment = {"HF_HUB_OFFLINE": "1"} | ({"TOKENIZERS_PARALLELISM": "false"} if threads == 1 else {})
     with tempfile.TemporaryDirectory(dir=folder) as own:
         arguments = json.dumps({"file": str(file), "tokenizer_path": tokenizer, "folder": own, **options})
+        # `env` adds to the environment; to hand over a whole one, it would have to be read first.
         process = subprocess.Popen(
             ["/usr/bin/env", *(f"{key}={value}" for key, value in environment.items())]
             + [sys.executable, "-m", "freight.bench.data_sides", side, arguments],
