@@ -143,6 +143,27 @@ def test_a_flipped_bit_in_the_metadata_is_an_error(tmp_path, suffix, place, bit)
 
 
 @pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
+def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file_or_another_value(tmp_path, suffix):
+    written(tmp_path / f"packed{suffix}", documents([10, 6, 16] * 3))
+    whole = (tmp_path / f"packed{suffix}").read_bytes()
+    broken = tmp_path / f"broken{suffix}"
+    refused = 0
+    for place in range(0, 8 * len(whole), 251):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        broken.write_bytes(damaged)
+        try:
+            file = PackedFile(broken)
+            shape = [(len(row.ids), len(row.loss_mask)) for row in file]
+        except DataError as error:
+            assert str(broken) in str(error)
+            refused += 1
+        else:
+            assert sum(tokens for tokens, _ in shape) == file.metadata["num_tokens"]
+    assert refused > 10
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
 def test_a_cut_file_is_an_error(tmp_path, suffix):
     path = tmp_path / f"packed{suffix}"
     written(path, documents([10, 6, 16]))

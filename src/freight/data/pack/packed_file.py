@@ -58,8 +58,24 @@ def _open(path: Path) -> tuple[pa.Schema, pa.RecordBatchFileReader | pq.ParquetF
             # Parquet keeps the metadata twice, plainly and inside an encoded Arrow schema; the plain one counts.
             return parquet.schema_arrow.with_metadata(parquet.metadata.metadata), parquet
         return _reading(pa.memory_map(str(path)))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:] or 'arrow'} ({error}); pack it again.") from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())
+    return DataError(f"{path}: cannot be read as {path.suffix[1:] or 'arrow'} ({reason}); pack it again.")
+
+
+def _batches(reader: pa.RecordBatchFileReader | pq.ParquetFile) -> list[pa.RecordBatch]:
+    """All rows. Their places are checked, which touches no ids: Arrow would end the process at one outside the file."""
+    if isinstance(reader, pq.ParquetFile):
+        batches = reader.read().to_batches()
+    else:
+        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+    for batch in batches:
+        batch.validate(full=True)
+    return batches
 
 
 def _reading(file: pa.NativeFile) -> tuple[pa.Schema, pa.RecordBatchFileReader]:
@@ -84,7 +100,11 @@ def _checked_metadata(path: Path, schema: pa.Schema) -> dict[str, Any]:
             f"{FORMAT} version {VERSION}. Pack it again, or use the release that wrote it."
         )
     if not schema.remove_metadata().equals(COLUMNS):
-        raise DataError(f"{path}: columns are {', '.join(schema.names)}; expected {', '.join(COLUMNS.names)}.")
+        try:
+            names = ", ".join(schema.names)
+        except UnicodeDecodeError:
+            names = "damaged"
+        raise DataError(f"{path}: columns are {names}; expected {', '.join(COLUMNS.names)}.")
     return metadata
 
 
@@ -103,10 +123,10 @@ class PackedFile:
         self.path = Path(path)
         schema, reader = _open(self.path) if content is None else _reading(pa.BufferReader(content))
         self.metadata = _checked_metadata(self.path, schema)
-        if isinstance(reader, pq.ParquetFile):
-            self._batches = reader.read().to_batches()
-        else:
-            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        try:
+            self._batches = _batches(reader)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _unreadable(self.path, error) from error
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
         rows = int(self._ends[-1]) if len(self._ends) else 0
         if rows != self.metadata["num_rows"]:
