@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from freight.errors import ConfigError
@@ -265,3 +266,11 @@ def test_sharded_ranks_give_the_plain_gradients_with_one_reduction_per_block(
     for (expected, reductions), (found, reductions_streamed) in zip(plain, streamed, strict=True):
         assert_close(found, expected)
         assert reductions_streamed == reductions >= 2
+
+
+def test_units_sharded_inside_a_block_are_refused(mesh: DeviceMesh) -> None:
+    model, _ = build()
+    shard(model, model.layers, mesh, "fp64", uncast=[model.blocks[0].mlp])
+    model.use_runner(StreamingRunner(Stream(4), DeviceStore()))
+    with pytest.raises(ConfigError, match=r"`adapter\.use_dora` cannot run under `fpdt`"):
+        model(batch_of(ONE))

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from freight.errors import ConfigError
@@ -58,6 +58,7 @@ class StreamingRunner:
 
     def run(self, block: RunnableBlock, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`; keeps nothing without gradients."""
+        _refuse_units_inside(block)
         layer = BlockStream(self.setting, block, batch, hidden.device.type)
         parameters = layer.trained()
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
@@ -71,6 +72,15 @@ class StreamingRunner:
             return function(*inputs)
         tokens, *weights = inputs
         return _StreamedEmbedding.apply(self.setting, function, tokens.batch, *weights)
+
+
+def _refuse_units_inside(block: RunnableBlock) -> None:
+    """Parts of a block that are sharded on their own would be gathered after their parameters are listed."""
+    if isinstance(block, nn.Module) and any(hasattr(part, "unshard") for part in block.modules() if part is not block):
+        raise ConfigError(
+            "`adapter.use_dora` cannot run under `fpdt`: its lengths are sharded apart from their block. "
+            "Set it to false, or use `recompute` instead of `fpdt`."
+        )
 
 
 class _StreamedEmbedding(torch.autograd.Function):
