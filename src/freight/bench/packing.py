@@ -168,10 +168,14 @@ def _documents(data: str | None, place: Path, arch: Architecture, sequence_lengt
 
 
 def _step(documents: Documents, pack_size: int, count: int) -> tuple[list[Row], list[Document]]:
-    """The first rows of a packed epoch, and their documents in the order in which they stand there."""
+    """Rows of a packed epoch that are like the others, and their documents in the order in which they stand there.
+
+    A step is small, so its rows are those whose number of documents is nearest to the average: the ratios live on it.
+    """
     source = DocumentRows(documents, "first_fit_shuffle", pack_size)
-    rows = [source.row(0, 0, number) for number in range(min(count, source.num_rows))]
-    return rows, [documents[int(index)] for row in rows for index in row.documents]
+    rows = [source.row(0, 0, number) for number in range(source.num_rows)]
+    rows.sort(key=lambda row: abs(len(row.lengths) - source.packing_factor))
+    return rows[:count], [documents[int(index)] for row in rows[:count] for index in row.documents]
 
 
 def _config(precision: str, *, lora: bool = False) -> Config:
@@ -228,6 +232,7 @@ def _result(
         "ceiling_from_tokens": round(length * len(step_documents) / real, 3),
         "dropped_documents": documents.metadata["skipped"].get("too_long", 0),
         "documents": len(step_documents),
+        "documents_per_row": round(len(documents) / DocumentRows(documents, "first_fit_shuffle", length).num_rows, 3),
         "real_tokens": real,
         "efficiency": round(real / sum(batch.tokens for batch in sides["packed"].microbatches), 4),
         "utilisation_packed": round(useful / executed["packed"], 4),
