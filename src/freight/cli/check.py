@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight.cli.exits import say
+from freight.cli.exits import remark, say
 from freight.cli.inputs import ConfigPath, Overrides, read_config
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def check(
     weights_for(loaded, arch)
     adapted = targets_for(loaded, arch)
     facts = _facts(loaded, arch, tokenise=data)
+    if facts is None and not data:
+        remark("the data were not read; `--data` reads them, for exact numbers and faults of records")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = resolve(loaded, arch, data=facts, hardware=hardware_of(device), adapted=adapted)
     for line in plan.words():
@@ -58,6 +60,7 @@ def _facts(config: Config, arch: Architecture, *, tokenise: bool) -> DataFacts |
     Validation is opened too when `tokenise` is set, so that its faults are found. A packed file is always opened.
     """
     from freight.data.load.open_packed import packed_path
+    from freight.data.tokens.tokenise import remarks
     from freight.planner.resolve import data_facts
     from freight.train.console import Progress
     from freight.train.setup import row_opener
@@ -67,7 +70,12 @@ def _facts(config: Config, arch: Architecture, *, tokenise: bool) -> DataFacts |
         return None
     with Progress() as progress:
         rows_of = row_opener(config, arch, None, progress)
-        indexed = rows_of("train").indexed()
+        opened = [rows_of("train")]
         if tokenise and config.data.validation is not None:
-            rows_of("validation")
+            opened.append(rows_of("validation"))
+    for rows in opened:
+        notices, warnings = remarks(rows.metadata)
+        for line in (*notices, *(f"warning: {warning}" for warning in warnings)):
+            say(line)
+    indexed = opened[0].indexed()
     return None if indexed is None else data_facts(indexed, config.train.epochs)
