@@ -22,10 +22,11 @@ def _model_words(plan: Plan) -> Iterator[str]:
     arch = plan.arch
     total = _trained(plan) + plan.frozen.parameters
     source = plan.config.model.hf or plan.config.model.preset
+    with_adapter = " with the adapter" if plan.adapted is not None else ""
     groups = "" if arch.groups == arch.num_attention_heads else f" over {arch.groups} KV heads"
     yield (
-        f"model: {count(total)} parameters{f' ({source})' if source else ''}: {arch.num_layers} layers, hidden "
-        f"{arch.hidden_size}, {arch.num_attention_heads} heads of {arch.dims_per_head}{groups}, vocabulary "
+        f"model: {count(total)} parameters{with_adapter}{f' ({source})' if source else ''}: {arch.num_layers} layers, "
+        f"hidden {arch.hidden_size}, {arch.num_attention_heads} heads of {arch.dims_per_head}{groups}, vocabulary "
         f"{arch.vocab_size:,}, {arch.max_position_embeddings:,} positions"
     )
     dtype = plan.config.train.precision
