@@ -78,10 +78,12 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     chosen = chosen_options(options, OPTIONS)
     if chosen["threads"]:
         torch.set_num_threads(int(chosen["threads"]))
-    length = int(chosen["sequence_length"])
+    length = chosen["sequence_length"]
     arch, place = _model(chosen["model"])
     documents = _documents(chosen["data"], place, arch, length)
-    rows, step_documents = _step(documents, length, int(chosen["rows"]))
+    source = DocumentRows(documents, "first_fit_shuffle", length)
+    rows = _like_the_average(source, chosen["rows"])
+    step_documents = [documents[int(index)] for row in rows for index in row.documents]
     sides = {
         "padded": layouts.padded(step_documents, length),
         "longest": layouts.padded_to_longest(step_documents, chosen["documents_per_microbatch"]),
@@ -101,9 +103,9 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
         if trl:
             steps["trl"] = trl
         seconds = alternating_medians(
-            steps, repeats=int(chosen["repeats"]), max_seconds=float(chosen["max_seconds"]), wait=_wait(world.device)
+            steps, repeats=chosen["repeats"], max_seconds=float(chosen["max_seconds"]), wait=_wait(world.device)
         )
-    return _result(chosen, arch, documents, length, step_documents, sides, losses, seconds)
+    return _result(chosen, arch, documents, source.packing_factor, step_documents, sides, losses, seconds)
 
 
 class _Bench:
@@ -167,15 +169,14 @@ def _documents(data: str | None, place: Path, arch: Architecture, sequence_lengt
         return tokenise(path, section, load_tokenizer(place), vocab_size=arch.vocab_size)
 
 
-def _step(documents: Documents, pack_size: int, count: int) -> tuple[list[Row], list[Document]]:
-    """Rows of a packed epoch that are like the others, and their documents in the order in which they stand there.
+def _like_the_average(source: DocumentRows, count: int) -> list[Row]:
+    """Rows of a packed epoch that are like the others.
 
     A step is small, so its rows are those whose number of documents is nearest to the average: the ratios live on it.
     """
-    source = DocumentRows(documents, "first_fit_shuffle", pack_size)
     rows = [source.row(0, 0, number) for number in range(source.num_rows)]
     rows.sort(key=lambda row: abs(len(row.lengths) - source.packing_factor))
-    return rows[:count], [documents[int(index)] for row in rows[:count] for index in row.documents]
+    return rows[:count]
 
 
 def _config(precision: str, *, lora: bool = False) -> Config:
@@ -202,7 +203,7 @@ def _result(
     chosen: Mapping[str, Any],
     arch: Architecture,
     documents: Documents,
-    length: int,
+    documents_per_row: float,
     step_documents: list[Document],
     sides: Mapping[str, Layout],
     losses: Mapping[str, float],
@@ -211,7 +212,7 @@ def _result(
     real = sum(len(document) for document in step_documents)
     executed = {name: layouts.executed_flops(arch, layout) for name, layout in sides.items()}
     useful = layouts.useful_flops(arch, step_documents, sides["packed"])
-    packed = seconds["packed"]
+    packed, length = seconds["packed"], chosen["sequence_length"]
 
     def ratio(side: str, other: str = "packed") -> float | None:
         return round(seconds[side] / seconds[other], 3) if side in seconds else None
@@ -219,7 +220,6 @@ def _result(
     return {
         "benchmark": "packing",
         **{name: value for name, value in chosen.items() if name not in ("lora", "trl")},
-        "sequence_length": length,
         "threads": torch.get_num_threads(),
         "ratio_real_tokens_per_second": ratio("padded"),
         "ratio_flop_utilisation": round(executed["padded"] / executed["packed"], 3),
@@ -232,7 +232,7 @@ def _result(
         "ceiling_from_tokens": round(length * len(step_documents) / real, 3),
         "dropped_documents": documents.metadata["skipped"].get("too_long", 0),
         "documents": len(step_documents),
-        "documents_per_row": round(len(documents) / DocumentRows(documents, "first_fit_shuffle", length).num_rows, 3),
+        "documents_per_row": round(documents_per_row, 3),
         "real_tokens": real,
         "efficiency": round(real / sum(batch.tokens for batch in sides["packed"].microbatches), 4),
         "utilisation_packed": round(useful / executed["packed"], 4),
