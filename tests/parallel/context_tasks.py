@@ -138,7 +138,7 @@ def shapes_on_many_ranks(world: int, cases: list[Case]) -> list[list[tuple[list[
             core = ContextAttention(choice_of(case.method, world), mesh, LocalAttention())
             batch = core.shard(case.batch())
             *inputs, dout = (split(x, batch).requires_grad_() for x in case.inputs())
-            with counted_all_to_alls() as counts:
+            with counted_all_to_alls(core.within) as counts:
                 context = core(*inputs, batch, case.spec)
                 grads = torch.autograd.grad(context, inputs, dout)
             assert context.shape == inputs[0].shape and [g.shape for g in grads] == [x.shape for x in inputs]
@@ -151,12 +151,14 @@ def shapes_on_many_ranks(world: int, cases: list[Case]) -> list[list[tuple[list[
 
 
 @contextmanager
-def counted_all_to_alls() -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """Elements sent to and received from each rank of the group, call by call."""
+def counted_all_to_alls(row: dist.ProcessGroup | None) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Elements sent to and received from each rank of a row, call by call; what crosses rows is not counted."""
     real, counts = dist.all_to_all_single, ([], [])
 
-    def counting(output: Tensor, input: Tensor, receive: Any, send: Any, group: Any, async_op: bool) -> Any:
-        for way, tensor, splits in ((0, input, send), (1, output, receive)):
+    def counting(
+        output: Tensor, input: Tensor, receive: Any = None, send: Any = None, *, group: Any, async_op: bool
+    ) -> Any:
+        for way, tensor, splits in ((0, input, send), (1, output, receive)) if group is row else ():
             size = group.size()
             assert splits is not None or tensor.numel() % size == 0
             counts[way].append(splits or [tensor.numel() // size] * size)

@@ -194,17 +194,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, portions: tuple[Portion, ...], overlap: bool) -> Tensor:
         begun = _Beginner(overlap)
-        scatters = [begun(portion.transport.start_scatter_heads(q, k, v, kv=2)) for portion in portions]
         into = None if len(portions) == 1 else [torch.empty_like(q)]
         kept: list[Tensor] = []
         gathers: list[Exchange] = []
 
-        def fetch(number: int) -> tuple[tuple[Tensor, ...], Exchange]:
-            here = scatters[number].wait()
-            return here, begun(portions[number].keys.start(here[1], here[2]))
+        def begin_heads(number: int) -> Exchange:
+            return begun(portions[number].transport.start_scatter_heads(q, k, v, kv=2))
 
-        for portion, (here, keys) in zip(portions, _fetched(fetch, portions), strict=True):
-            out, lse = portion.keys.forward(here[0], keys.wait())
+        def begin_keys(number: int, here: tuple[Tensor, ...]) -> Exchange:
+            return begun(portions[number].keys.start(here[1], here[2]))
+
+        arrivals = _arrivals(begin_heads, begin_keys, portions)
+        for portion, (here, keys) in zip(portions, arrivals, strict=True):
+            out, lse = portion.keys.forward(here[0], keys)
             kept += (*here, out, lse)
             gathers.append(begun(portion.transport.start_gather_heads(out, into=into)))
         ctx.portions, ctx.overlap, ctx.like = portions, overlap, [(x.shape, x.dtype) for x in (q, k, v)]
@@ -216,22 +218,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         begun, portions, saved = _Beginner(ctx.overlap), ctx.portions, ctx.saved_tensors
         kept = [saved[i : i + 5] for i in range(0, len(saved), 5)]
-        scatters = [begun(portion.transport.start_scatter_heads(grads[0])) for portion in portions]
         into = None if len(portions) == 1 else _gradients(portions, grads[0], ctx.like)
         returns: list[Exchange] = []
         gathers: list[Exchange] = []
 
-        def fetch(number: int) -> tuple[tuple[Tensor, ...], Exchange]:
+        def begin_heads(number: int) -> Exchange:
+            return begun(portions[number].transport.start_scatter_heads(grads[0]))
+
+        def begin_keys(number: int, here: tuple[Tensor, ...]) -> Exchange:
             _, k, v, _, _ = kept[number]
-            return scatters[number].wait(), begun(portions[number].keys.start(k, v))
+            return begun(portions[number].keys.start(k, v))
 
         def send_home(number: int) -> None:
             gradients = returns[number].wait()
             gathers.append(begun(portions[number].transport.start_gather_heads(*gradients, kv=2, into=into)))
 
-        for number, ((dout,), keys) in enumerate(_fetched(fetch, portions)):
+        for number, ((dout,), keys) in enumerate(_arrivals(begin_heads, begin_keys, portions)):
             q, _, _, out, lse = kept[number]
-            returns.append(begun(portions[number].keys.backward(dout, q, keys.wait(), out, lse)))
+            returns.append(begun(portions[number].keys.backward(dout, q, keys, out, lse)))
             if portions[number].transport.size > 1:
                 send_home(number)
         for number in range(len(gathers), len(portions)):
@@ -250,10 +254,32 @@ class _Beginner:
         return exchange if self.overlap else exchange.arrived()
 
 
-def _fetched(fetch: Callable[[int], Any], portions: tuple[Portion, ...]) -> Iterator[Any]:
-    """What each portion needs. Where no heads travel, all keys are sent for before the first portion is computed."""
-    numbers = range(len(portions))
-    return iter([fetch(n) for n in numbers]) if portions[0].transport.size == 1 else (fetch(n) for n in numbers)
+def _arrivals(
+    begin_heads: Callable[[int], Exchange],
+    begin_keys: Callable[[int, tuple[Tensor, ...]], Exchange],
+    portions: tuple[Portion, ...],
+) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """What each portion needs: its heads, and its keys. While it is computed, what the next one waits for travels.
+
+    Not more than that: two messages at once share the wire, and the one that is needed first would come late.
+    """
+    last = len(portions) - 1
+    heads = begin_heads(0)
+    if portions[0].transport.size > 1:
+        for number in range(len(portions)):
+            here = heads.wait()
+            if number < last:
+                heads = begin_heads(number + 1)
+            yield here, begin_keys(number, here).wait()
+        return
+    here = heads.wait()
+    keys = begin_keys(0, here)
+    for number in range(len(portions)):
+        arrived = here, keys.wait()
+        if number < last:
+            here = begin_heads(number + 1).wait()
+            keys = begin_keys(number + 1, here)
+        yield arrived
 
 
 def _gradients(

@@ -121,7 +121,22 @@ class GatheredKeys:
         dkeys = k.new_zeros(k.shape[0], 2, *k.shape[1:], dtype=dtype)
         grads = dq, dkeys[:, 0], dkeys[:, 1]
         add_backward(self.schedule, dout, q, k, v, out, lse.t(), grads, self.dropout)
-        sent = dkeys if self.order is None else dkeys.index_select(0, self.order)
-        mine = sent.new_empty(sent.shape[0] // self.group.size(), *sent.shape[1:])
-        work = dist.reduce_scatter_single(mine, sent, group=self.group, async_op=True)
-        return Exchange(work, lambda: (dq.to(q.dtype), mine[:, 0].to(k.dtype), mine[:, 1].to(v.dtype)), sent)
+        summing = start_sum_by_rank(dkeys if self.order is None else dkeys.index_select(0, self.order), self.group)
+
+        return summing.then(lambda mine: (dq.to(q.dtype), mine[:, 0].to(k.dtype), mine[:, 1].to(v.dtype)))
+
+
+def start_sum_by_rank(whole: Tensor, group: dist.ProcessGroup) -> Exchange:
+    """`[ranks * tokens, ...]` on every rank -> this rank's `[tokens, ...]` of their sum, under way.
+
+    **Communication**: one reduce-scatter. On a CPU gloo would make it of an all-reduce, which sends everything twice:
+    there the parts are sent to their ranks and added in rank order.
+    """
+    ranks = group.size()
+    if whole.device.type == "cpu":
+        parts = torch.empty_like(whole)
+        work = dist.all_to_all_single(parts, whole, group=group, async_op=True)
+        return Exchange(work, lambda: (parts.unflatten(0, (ranks, -1)).sum(0),), whole)
+    mine = whole.new_empty(whole.shape[0] // ranks, *whole.shape[1:])
+    work = dist.reduce_scatter_single(mine, whole, group=group, async_op=True)
+    return Exchange(work, lambda: (mine,), whole)

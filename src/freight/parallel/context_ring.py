@@ -10,6 +10,7 @@ Source: Ring Attention, arXiv 2310.01889.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,41 @@ class Hop(NamedTuple):
 
     schedule: Schedule | None
     dropout: PairDropout | None
+
+
+class _Row(NamedTuple):
+    """This rank's queries in backward, or some of their heads.
+
+    Args:
+        dout: Gradient of the output.
+        q: `[tokens, heads, d]`.
+        out: Over all keys.
+        lse: `[tokens, heads]`, over all keys.
+        dq: Sum of gradients.
+        first_head: Of the heads that are here.
+    """
+
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    first_head: int = 0
+
+    def halves(self, block: Tensor, gradients: Tensor) -> list[tuple[_Row, Tensor, Tensor]]:
+        """The first and the second half of the heads, each with its part of `[2, tokens, groups, d]` twice."""
+        heads, groups = self.q.shape[1], block.shape[2]
+        middle = groups // 2
+        cut = middle * (heads // groups) if groups > 1 else heads // 2  # one key-value head serves both halves
+        parts = []
+        for (a, b), (c, d) in zip(((0, cut), (cut, heads)), ((0, middle or 1), (middle, groups)), strict=True):
+            some = _Row(*(x[:, a:b] for x in self[:5]), first_head=a)
+            parts.append((some, block[:, :, c:d], gradients[:, :, c:d]))
+        return parts
+
+    def dropped(self, dropout: PairDropout | None) -> PairDropout | None:
+        """The dropout of these heads."""
+        return dropout and replace(dropout, first_head=dropout.first_head + self.first_head)
 
 
 class RingKeys:
@@ -78,34 +114,52 @@ class RingKeys:
     def backward(self, dout: Tensor, q: Tensor, keys: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> Exchange:
         """As `KeySource.backward`.
 
-        **Communication**: as forward; and messages of the gradients of k and v in float32, one more than of keys.
+        The own block is computed half before and half after the others: the first message travels under the one half,
+        the last one under the other.
+
+        **Communication**: as forward; and as many messages of the gradients of k and v, in float32.
         """
         dtype = working_dtype(q.dtype)
-        dq, by_token = torch.zeros_like(q, dtype=dtype), lse.t()
-        block: Tensor | None = torch.stack(keys)
+        row = _Row(dout, q, out, lse.t(), torch.zeros_like(q, dtype=dtype))
+        own = torch.stack(keys)
+        of_own, block = torch.zeros_like(own, dtype=dtype), own
+        first, second = row.halves(own, of_own) if self.steps > 1 else ((row, own, of_own), None)
         following = _Arrival([], None)  # gradients of the block that is here
         homeward: list[Message] = []
-        mine: Tensor | None = None
         for step in range(self.steps):
             arriving = self._pass_on(step, block, keys[0])
             owner, gradients = self._owner(step), None
-            if block is not None:
+            if step == 0:
+                self._add(owner, *first)
+            elif block is not None:
                 gradients = torch.zeros_like(block, dtype=dtype)
-                schedule, dropout = self.hops[owner]
-                if schedule is not None:
-                    grads = dq, gradients[0], gradients[1]
-                    add_backward(schedule, dout, q, block[0], block[1], out, by_token, grads, dropout)
-            earlier = following.wait()
+                self._add(owner, row, block, gradients)
+            earlier = following.wait()  # also where only what this rank sent is under way
             if gradients is not None:
                 if earlier is not None:
                     gradients += earlier
-                if step == 0 and self.travel[owner] == 0:
-                    mine = gradients
-                elif step == self.travel[owner]:
+                if step == self.travel[owner]:
                     homeward.append((gradients, owner))
-            following = self._pass_on(step, gradients, keys[0], dtype)
+            if step > 0:
+                following = self._pass_on(step, gradients, keys[0], dtype)
             block = arriving.wait()
-        return self._bring_home(homeward, mine, keys, dq.to(q.dtype), dtype)
+        received = torch.empty_like(of_own) if self.travel[self.rank] else None
+        home = self._post(homeward, received, (self.rank + self.travel[self.rank]) % self.ranks)
+        if second is not None:
+            self._add(self.rank, *second)
+
+        def finish() -> tuple[Tensor, ...]:
+            dk, dv = of_own if received is None else of_own.add_(received)
+            return row.dq.to(q.dtype), dk.to(keys[0].dtype), dv.to(keys[1].dtype)
+
+        return Exchange(home, finish)
+
+    def _add(self, owner: int, row: _Row, block: Tensor, gradients: Tensor) -> None:
+        """Add the gradients of this rank's queries and the keys of one rank."""
+        schedule, dropout = self.hops[owner]
+        if schedule is not None:
+            grads = row.dq, gradients[0], gradients[1]
+            add_backward(schedule, row.dout, row.q, block[0], block[1], row.out, row.lse, grads, row.dropped(dropout))
 
     def _pass_on(self, step: int, block: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> _Arrival:
         """Send what is here on to the next rank where it is needed, and begin to receive from the one before."""
@@ -116,20 +170,6 @@ class RingKeys:
         if self.travel[self._owner(step + 1)] > step:
             received = like.new_empty(2, *like.shape, dtype=dtype or like.dtype)
         return self._post(sent, received, (self.rank - 1) % self.ranks)
-
-    def _bring_home(
-        self, homeward: list[Message], mine: Tensor | None, keys: tuple[Tensor, ...], dq: Tensor, dtype: torch.dtype
-    ) -> Exchange:
-        """Send finished gradients to their owners; receive those of this rank's keys."""
-        received = None if mine is not None else keys[0].new_empty(2, *keys[0].shape, dtype=dtype)
-        arrival = self._post(homeward, received, (self.rank + self.travel[self.rank]) % self.ranks)
-
-        def finish() -> tuple[Tensor, ...]:
-            dkeys = mine if mine is not None else received
-            assert dkeys is not None
-            return dq, dkeys[0].to(keys[0].dtype), dkeys[1].to(keys[1].dtype)
-
-        return Exchange(arrival, finish)
 
     def _post(self, sent: list[Message], received: Tensor | None, source: int) -> _Arrival:
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sent]

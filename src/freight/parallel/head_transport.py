@@ -42,6 +42,10 @@ class Exchange:
         self._work, self._held = None, ()
         return self
 
+    def then(self, function: Callable[..., tuple[Tensor, ...]]) -> Exchange:
+        """This exchange with something done to its result; take that one's place."""
+        return Exchange(self._work, lambda: function(*self._finish()), *self._held)
+
     def wait(self) -> tuple[Tensor, ...]:
         """The result; called once."""
         return self.arrived()._finish()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freight.ops.layout import LayoutKind, Range, SequenceLayout
+from freight.parallel.context_keys import start_sum_by_rank
 from freight.parallel.head_transport import Exchange, UlyssesTransport
 
 
@@ -87,9 +88,7 @@ class RowTransport:
     def _summed(self, whole: Tensor) -> Tensor:
         """`[tokens of the chunk, ...]` of every row -> the sum of this row's `[tokens of the row, ...]`."""
         by_row = whole.index_select(0, self._order(whole)[1])
-        mine = by_row.new_empty(by_row.shape[0] // self.across.size(), *by_row.shape[1:])
-        dist.reduce_scatter_single(mine, by_row, group=self.across)
-        return mine
+        return start_sum_by_rank(by_row, self.across).wait()[0]
 
     def _order(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Where each token of a chunk stands when rows are put one after another, and the inverse."""
