@@ -23,6 +23,7 @@ from freight.cli.pack import pack
 from freight.cli.schema import schema
 from freight.cli.show import show
 from freight.cli.train import train
+from freight.cli.verify import verify
 
 app = typer.Typer(
     name="freight",
@@ -56,6 +57,7 @@ _EXAMPLES = {
     "pack": (pack, "freight pack run.yaml --pack-sizes 2048,4096 --output packed"),
     "show": (show, "freight show chats.jsonl --tokenizer models/smollm2 --record 3"),
     "train": (train, "freight train run.yaml train.steps=100 --resume auto"),
+    "verify": (verify, "freight verify run.yaml --ranks 8"),
     "evaluate": (evaluate, "freight evaluate runs/first --data heldout.jsonl"),
     "generate": (generate, 'freight generate runs/first --prompt "Once upon a time" --max-tokens 50'),
     "import": (import_model, "freight import model.gguf models/smollm2"),

@@ -30,6 +30,13 @@ START_SECONDS = 120.0
 class RankError(RuntimeError):
     """A rank raised, died or did not finish in time; the message starts with the first rank's own words."""
 
+    @property
+    def summary(self) -> str:
+        """One line: which rank failed first, and with what."""
+        first = str(self).partition("\nrank ")[0].strip().split("\n")
+        rank, _, rest = first[0].partition(":")
+        return f"{rank} failed: {first[-1].strip() if len(first) > 1 else rest.strip() or first[0]}"
+
 
 class RankPool:
     """Up to `size` ranks, one thread each.
