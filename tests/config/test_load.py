@@ -38,7 +38,7 @@ def test_options_that_do_nothing_are_all_named_in_one_list(tmp_path):
         ("train.grad_acum", "4", "train.grad_clip"),
         ("train.global_batch_size", "0", "at least 1"),
         ("train.micro_batch_tokens", "300", "Use 256 or 384"),
-        ("recompute", "", "remove it"),
+        ("recompute.granularity", "selectve", "must be `full`"),
         ("data.packing.algorithm", "first_fit_shufle", "Did you mean `first_fit_shuffle`?"),
         ("attention.backend", "flsh", "Did you mean `flash`?"),
     ):

@@ -22,7 +22,7 @@ def test_without_variables_the_process_is_a_world_of_one() -> None:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "one process in this version; WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "`RANK` 2 must be below `WORLD_SIZE` 2"),
         ({"RANK": "first"}, "`RANK` must be a number; got 'first'"),
         ({"LOCAL_RANK": "-1"}, "`LOCAL_RANK` must be a number; got '-1'"),
     ],

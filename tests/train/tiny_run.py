@@ -22,6 +22,7 @@ from freight.train import loop
 from freight.train.launch import World
 from freight.train.loop import Loop, TrainResult
 from freight.train.optimizer import optimizer_state
+from freight.train.run_record import RunRecord
 from freight.train.setup import Prepared, build, build_loader
 from freight.train.signals import StopSignals
 
@@ -96,14 +97,16 @@ class TinyRun:
         self.lines: list[str] = []
         self.metrics: dict[int, dict[str, float]] = {}
         ready = prepared(config)
-        self.trainable = build(ready, WORLD)
+        with build(ready, WORLD) as self.trainable:
+            pass  # nothing here is kept on a tier
 
         def show_step(step: int, total: int | None, metrics: Any, eta: float | None) -> None:
             self.metrics[step] = dict(metrics)
             on_step(step)
 
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
-        self.loop = Loop(ready, self.trainable, run_dir, directory, self.lines.append, show_step)
+        record = RunRecord(run_dir, self.lines.append, ready.total_steps)
+        self.loop = Loop(ready, self.trainable, WORLD, record, directory, show_step)
         if checkpoint is not None:
             self.loop.resume(checkpoint)
 

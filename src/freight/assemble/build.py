@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from freight.assemble.adapters import adapter_targets, add_adapter, base_name, init_adapter
+from freight.assemble.execution import Execution, local_attention
 from freight.checkpoint.hf_import import open_weights, read_architecture
 from freight.config.architecture import Architecture
 from freight.config.model import architecture_of
@@ -21,9 +22,8 @@ from freight.nn.block import Block
 from freight.nn.decoder import Decoder
 from freight.nn.init import init_weights
 from freight.nn.loss_head import ChunkedLossHead
-from freight.ops.attention import LocalAttention
 from freight.ops.protocols import AttentionCore
-from freight.parallel.data import COMPUTE_DTYPES, fill, shard, whole
+from freight.parallel.data import COMPUTE_DTYPES, Precision, fill, shard, whole
 from freight.parallel.mesh import DeviceMesh
 
 
@@ -55,24 +55,39 @@ def weights_for(config: Config, arch: Architecture) -> Weights | None:
     return open_weights(config.model.hf, arch) if config.model.hf is not None else None
 
 
-def build_model(arch: Architecture, config: Config, mesh: DeviceMesh, *, weights: Weights | None = None) -> Decoder:
+def build_model(
+    arch: Architecture,
+    config: Config,
+    mesh: DeviceMesh,
+    *,
+    execution: Execution | None = None,
+    weights: Weights | None = None,
+    precision: Precision | None = None,
+) -> Decoder:
     """A decoder ready to train: float32 master shards, gathered in `train.precision`; with `adapter`, a frozen base.
 
     Args:
         arch: The model.
         config: `attention` and `train` decide kernels, loss and precision.
         mesh: Of `build_mesh`; parameters live on its device type.
-        weights: Converted to float32 once; None initialises from `train.seed`.
+        execution: Attention between ranks, and how blocks are run; None = plainly, on one rank of the context axis.
+        weights: Converted to the masters' dtype once; None initialises from `train.seed`.
+        precision: Instead of `train.precision`; with `fp64` masters are float64.
     """
-    train = config.train
-    head = ChunkedLossHead(train.loss_chunk_tokens, arch.final_softcap, train.label_smoothing, train.z_loss_coeff)
+    train, precision = config.train, precision or config.train.precision
+    chunk = (execution and execution.loss_chunk_tokens) or train.loss_chunk_tokens
+    stream = execution.loss_stream if execution else None
+    head = ChunkedLossHead(chunk, arch.final_softcap, train.label_smoothing, train.z_loss_coeff, stream)
+    core = cast(AttentionCore, execution.core if execution else local_attention(config.attention))
     with torch.device("meta"):
-        model = Decoder(arch, core=_attention(config.attention), loss_head=head)
+        model = Decoder(arch, core=core, runner=execution.runner if execution else None, loss_head=head)
     lengths: list[nn.Module] = []
     if config.adapter is not None:
         targets = adapter_targets(config.adapter, arch)
-        lengths = add_adapter(model, config.adapter, targets, COMPUTE_DTYPES[train.precision])
-    shard(model, model.layers, mesh, train.precision, uncast=lengths)
+        lengths = add_adapter(model, config.adapter, targets, COMPUTE_DTYPES[precision])
+    if precision == "fp64":
+        model.double()
+    shard(model, model.layers, mesh, precision, uncast=lengths)
     model.to_empty(device=mesh.device_type)
     if weights is None and config.adapter is None:
         init_weights(model, train.seed)
@@ -103,7 +118,8 @@ def build_for_inference(
         device: Where it computes.
     """
     with torch.device("meta"):
-        model = Decoder(arch, core=_attention(attention or AttentionConfig())).to(dtype)
+        core = cast(AttentionCore, local_attention(attention or AttentionConfig()))
+        model = Decoder(arch, core=core).to(dtype)
     model.to_empty(device=device)
     _load(model, weights)
     return model.eval().requires_grad_(False)
@@ -115,11 +131,6 @@ def model_tensors(model: Decoder) -> Mapping[str, Tensor]:
     **Communication**: an all-gather per sharded tensor.
     """
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def _attention(config: AttentionConfig) -> AttentionCore:
-    core = LocalAttention(config.backend, disable=config.disable, deterministic=config.deterministic)
-    return cast(AttentionCore, core)  # the decorator that keeps the compiler out also hides the signature
 
 
 def _load(model: Decoder, weights: Weights) -> None:

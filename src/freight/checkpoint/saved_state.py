@@ -7,8 +7,9 @@
     checkpoints/latest          link to the newest
 
 Names and shapes know no layout, so any layout loads what any other saved. An asynchronous save copies the tensors to
-host memory first (as many bytes as the state has) and writes them in a thread. One process writes; every collective of
-torch.distributed.checkpoint is left out, which is also what makes it safe beside a training step.
+host memory first (as many bytes as this rank's state has) and writes them in a thread. Each of several ranks writes its
+shards; their collectives go over a group of their own, which is what makes them safe beside a training step. One
+process needs none.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +41,8 @@ META = "meta.json"
 LATEST = "latest"
 STEP = re.compile(r"step-(\d+)")
 STATE_VALUES = (bool, int, float, str, type(None))
+
+T = TypeVar("T")
 
 
 class PendingSave:
@@ -82,7 +87,13 @@ class PendingSave:
 
 
 def save(
-    directory: str | Path, step: int, state: dict[str, Any], meta: dict[str, Any], *, asynchronous: bool = False
+    directory: str | Path,
+    step: int,
+    state: dict[str, Any],
+    meta: dict[str, Any],
+    *,
+    asynchronous: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
     """Write `step-{step}` into a directory.
 
@@ -92,6 +103,7 @@ def save(
         state: Nested dicts and lists of tensors, DTensors, numbers and texts; each tensor once.
         meta: What JSON can hold, given back by `load`.
         asynchronous: Copy the tensors now and write them in a thread.
+        group: Ranks that save together, a gloo group that nothing else uses; None = this process alone.
 
     Returns:
         The pending save; `wait` raises what went wrong in the thread. A save of the same directory that is still
@@ -104,11 +116,12 @@ def save(
     _wait_for_running_save(directory)
     tensors, values = _flatten(state)
     pending = PendingSave(directory / f"step-{step:06d}")
+    text = json.dumps({"step": step, "meta": meta, "values": values}, indent=1)
     if not asynchronous:
-        _write(pending.path, step, tensors, values, meta)
+        _write(pending.path, step, tensors, text, group)
         return pending
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    pending.run(lambda: _write(pending.path, step, copies, values, meta))
+    pending.run(lambda: _write(pending.path, step, copies, text, group))
     return pending
 
 
@@ -194,24 +207,69 @@ def prune(directory: str | Path, keep: int) -> list[Path]:
     return old
 
 
-def _write(path: Path, step: int, tensors: dict[str, Tensor], values: dict[str, Any], meta: dict[str, Any]) -> None:
+def _write(path: Path, step: int, tensors: dict[str, Tensor], meta: str, group: dist.ProcessGroup | None) -> None:
+    """Write the folder; on several ranks the first one opens and closes it."""
     try:
-        for leftover in unfinished_folders(path.parent):
-            shutil.rmtree(leftover, ignore_errors=True)
-        with whole_folder(path) as folder:
-            writer = FileSystemWriter(folder, sync_files=False)
-            _quietly(lambda: state_dict_saver.save(tensors, storage_writer=writer, no_dist=True))
-            text = json.dumps({"step": step, "meta": meta, "values": values}, indent=1)
-            (folder / META).write_text(text, encoding="utf-8")
-            mark_complete(folder)
-        link = path.parent / f".{LATEST}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        link.replace(path.parent / LATEST)
+        if group is None:
+            with _saved_folder(path) as folder:
+                writer = FileSystemWriter(folder, sync_files=False)
+                _quietly(lambda: state_dict_saver.save(tensors, storage_writer=writer, no_dist=True))
+                _complete(folder, meta)
+        else:
+            _write_together(path, tensors, meta, group)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"step {step} could not be saved to `{path.parent}`: {_reason(error)}. Earlier checkpoints are untouched."
         ) from error
+
+
+def _write_together(path: Path, tensors: dict[str, Tensor], meta: str, group: dist.ProcessGroup) -> None:
+    """What every rank of a group does; a fault of one is a fault of all."""
+    with ExitStack() as stack:
+
+        def begin() -> Path:
+            return stack.enter_context(_saved_folder(path))
+
+        def end(folder: Path) -> None:
+            _complete(folder, meta)
+            stack.close()
+
+        folder = _on_first(group, begin)
+        writer = FileSystemWriter(folder, sync_files=False)
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
+        _on_first(group, lambda: end(folder))
+
+
+def _on_first(group: dist.ProcessGroup, function: Callable[[], T]) -> T:
+    """What a function gives on the first rank of a group, on all of them; what it raises, too."""
+    answer: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            answer[0] = function()
+        except Exception as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, group_src=0, group=group)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+@contextmanager
+def _saved_folder(path: Path) -> Iterator[Path]:
+    """A folder that becomes the newest saved state when the block ends without an error."""
+    for leftover in unfinished_folders(path.parent):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with whole_folder(path) as folder:
+        yield folder
+    link = path.parent / f".{LATEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(path.parent / LATEST)
+
+
+def _complete(folder: Path, meta: str) -> None:
+    (folder / META).write_text(meta, encoding="utf-8")
+    mark_complete(folder)
 
 
 def _steps(directory: Path) -> list[Path]:

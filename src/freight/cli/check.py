@@ -34,6 +34,7 @@ def check(
     from freight.assemble.build import architecture_for, weights_for
     from freight.ops.attention_backends import hardware_of
     from freight.planner.resolve import resolve
+    from freight.train.launch import device_bytes
 
     arch = architecture_for(loaded)
     weights_for(loaded, arch)
@@ -42,7 +43,8 @@ def check(
     if facts is None and not data:
         remark("the data were not read; `--data` reads them, for exact numbers and faults of records")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = resolve(loaded, arch, data=facts, hardware=hardware_of(device), adapted=adapted)
+    memory = device_bytes(device)
+    plan = resolve(loaded, arch, data=facts, hardware=hardware_of(device), device_bytes=memory, adapted=adapted)
     for line in plan.words():
         say(line)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from freight.cli.check import PrintConfig, show_config
-from freight.cli.exits import FAILED, complain
+from freight.cli.exits import FAILED, WRONG_INPUT, complain
 from freight.cli.inputs import ConfigPath, Overrides, read_config
+from freight.errors import ConfigError, FreightError
+
+if TYPE_CHECKING:
+    from freight.config.schema import Config
 
 
 def train(
@@ -16,6 +21,9 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         str | None, typer.Option(help="auto (the newest good checkpoint, if any) or a checkpoint folder.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine; on several machines use torchrun.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False,
     print_config: PrintConfig = False,
@@ -30,10 +38,14 @@ def train(
     if print_config:
         show_config(loaded)
         return
+    if ranks is not None and ranks > 1:
+        raise typer.Exit(_start_ranks(ranks, loaded, config, overrides, resume, overwrite))
     from freight.train.console import TrainingDisplay
+    from freight.train.launch import this_world
     from freight.train.loop import RunFailed
     from freight.train.loop import train as run
 
+    first = this_world().first
     with TrainingDisplay() as display:
         try:
             result = run(
@@ -46,6 +58,33 @@ def train(
                 progress=display.progress,
             )
         except RunFailed as error:
-            complain([str(error)])
+            if first:
+                complain([str(error)])
             raise typer.Exit(FAILED) from None
+        except FreightError:
+            if first:
+                raise
+            raise typer.Exit(WRONG_INPUT) from None  # the first rank says the same
     raise typer.Exit(result.exit_code)
+
+
+def _start_ranks(
+    ranks: int, config: Config, path: Path, overrides: list[str] | None, resume: str | None, overwrite: bool
+) -> int:
+    """Start the ranks of a config that can run on so many; the exit code.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    from freight.planner.execution import world_faults
+    from freight.train.local_ranks import run_local_ranks
+
+    if faults := list(world_faults(config, ranks)):
+        raise ConfigError(*faults)
+    arguments = ["train", str(path), *(overrides or ())]
+    arguments += [] if resume is None else ["--resume", resume]
+    arguments += ["--overwrite"] if overwrite else []
+    code, message = run_local_ranks(ranks, arguments)
+    if message is not None:
+        complain([message])
+    return code

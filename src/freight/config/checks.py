@@ -14,6 +14,7 @@ from typing import Any
 from freight.config.architecture import Architecture
 from freight.config.data_checks import data_faults, known_pack_size, reads_packed, tokenises, two
 from freight.config.keys import shown
+from freight.config.memory_checks import memory_faults
 from freight.config.messages import did_you_mean
 from freight.config.schema import Config, DataConfig, ScheduleConfig, Source
 
@@ -32,7 +33,7 @@ _BATCH_KEYS = ("global_batch_size", "global_batch_documents", "global_batch_toke
 
 def faults(config: Config) -> list[str]:
     """Everything wrong between the keys of a configuration, one sentence each."""
-    return [*_model(config), *data_faults(config.data), *_train(config), *_run(config)]
+    return [*_model(config), *data_faults(config.data), *_train(config), *memory_faults(config), *_run(config)]
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -34,6 +34,7 @@ from freight.errors import ConfigError
 # Stand-ins for required keys that are missing, so that the other keys can still be checked against each other.
 _STAND_INS: dict[Path, Any] = {
     ("train", "optimizer", "lr"): 1.0,
+    ("recompute", "granularity"): "full",
 }
 
 
@@ -113,6 +114,8 @@ def _without(raw: dict[str, Any], wrong: Iterable[Path]) -> Config | None:
         if isinstance(node, dict):
             node.pop(last, None)
     for path, stand_in in _STAND_INS.items():
+        if path[0] not in rest and not fields_of(Config)[str(path[0])].is_required():
+            continue
         node = rest
         for part in path[:-1]:
             node = node.setdefault(part, {}) if isinstance(node, dict) else {}

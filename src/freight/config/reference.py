@@ -22,11 +22,16 @@ from freight.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
+    FpdtConfig,
     LogConfig,
     ModelSource,
+    OffloadConfig,
     OptimizerConfig,
+    OverlapConfig,
     PackingConfig,
+    ParallelConfig,
     ProfileConfig,
+    RecomputeConfig,
     ScheduleConfig,
     Source,
     TrainConfig,
@@ -46,6 +51,11 @@ SECTIONS: dict[str, type[Section]] = {
     "train.optimizer": OptimizerConfig,
     "train.schedule": ScheduleConfig,
     "attention": AttentionConfig,
+    "parallel": ParallelConfig,
+    "recompute": RecomputeConfig,
+    "offload": OffloadConfig,
+    "fpdt": FpdtConfig,
+    "overlap": OverlapConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
     "log.profile": ProfileConfig,
@@ -54,8 +64,9 @@ SECTIONS: dict[str, type[Section]] = {
 _HEAD = """\
 # Configuration
 
-One YAML file with the sections `model`, `data` and `train`, and if wanted `adapter`, `attention`, `checkpoint` and
-`log`. Any key can be set on the command line: `freight train run.yaml train.steps=10 data.packing.pack_size=4096`.
+One YAML file with the sections `model`, `data` and `train`, and if wanted `adapter`, `attention`, `parallel`,
+`recompute`, `offload`, `fpdt`, `overlap`, `checkpoint` and `log`. Any key can be set on the command line:
+`freight train run.yaml train.steps=10 data.packing.pack_size=4096`.
 `${section.key}` takes the value of another key. `null` is off.
 
 `freight check run.yaml` names every fault of a file at once and prints what the file means in words. `freight schema`

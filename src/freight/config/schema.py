@@ -211,6 +211,69 @@ class AdapterConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """How ranks share the work; results do not change. Start them with torchrun, or `freight train --ranks N`."""
+
+    data_shard: int | None = Field(
+        default=None, ge=1, description="Ranks with other microbatches and a shard of everything; null = the rest."
+    )
+    context: int = Field(default=1, ge=1, description="Ranks that share the tokens of a microbatch.")
+    context_method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = Field(
+        default="auto", description="How attention reaches tokens of other ranks."
+    )
+    ulysses: int | None = Field(
+        default=None, ge=1, description="Ranks of a row that exchange heads, in hybrid; null = decided by heads."
+    )
+    timeout_seconds: int = Field(default=600, ge=1, description="After which a rank that waits for others gives up.")
+
+
+class RecomputeConfig(Section):
+    """Activations that are dropped in forward and computed again in backward; bit-equal results."""
+
+    granularity: Literal["full"] = Field(description="full keeps only the input of a layer.")
+    method: Literal["uniform"] = Field(default="uniform", description="uniform recomputes all layers.")
+    num_layers: Literal[1] = Field(default=1, description="Layers recomputed together.")
+
+
+class OffloadConfig(Section):
+    """Where recomputed and streamed layers keep their inputs; bit-equal results."""
+
+    layer_inputs: Literal["none", "host", "disk"] = Field(
+        default="none", description="Where `recompute` keeps layer inputs; none = on the device."
+    )
+    directory: str | None = Field(default=None, description="For disk: an existing folder, best on local NVMe.")
+    prefetch_groups: int = Field(default=1, ge=1, description="Layer inputs fetched ahead in backward.")
+
+
+class FpdtConfig(Section):
+    """Whole layers streamed chunk by chunk; `{}` is on with defaults. Changes cost, not results."""
+
+    chunk_tokens: int | Literal["auto"] = Field(
+        default="auto", description="Tokens of a chunk over all context ranks; auto = 65536, at most a quarter row."
+    )
+    ffn_chunk_tokens: int | Literal["auto"] | None = Field(
+        default="auto", description="Tokens that go through the MLP together; auto = half a chunk, null = a chunk."
+    )
+    loss_chunk_tokens: int | Literal["auto"] | None = Field(
+        default="auto", description="Tokens whose logits exist together; auto = max(1024, chunk/32), null = a chunk."
+    )
+    offload: Literal["none", "host", "disk"] = Field(
+        default="none", description="Where hidden states, their gradients and attention outputs go."
+    )
+    kv: Literal["auto", "device", "offload"] = Field(
+        default="auto", description="Where keys, values and their gradients of a layer live."
+    )
+    save_attention: Literal["none", "context", "all"] = Field(
+        default="context", description="What backward finds of attention: nothing, outputs, or keys and values too."
+    )
+
+
+class OverlapConfig(Section):
+    """What travels while something is computed; the same bits either way."""
+
+    context: bool = Field(default=True, description="Keys, values and heads of other ranks; false waits for each.")
+
+
 class CheckpointConfig(Section):
     """Saved state."""
 
@@ -248,5 +311,10 @@ class Config(Section):
     adapter: AdapterConfig | None = Field(default=None, description="null = every weight is trained.")
     train: TrainConfig
     attention: AttentionConfig = AttentionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig | None = Field(default=None, description="null = all activations are kept.")
+    offload: OffloadConfig = OffloadConfig()
+    fpdt: FpdtConfig | None = Field(default=None, description="null = layers are not streamed.")
+    overlap: OverlapConfig = OverlapConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

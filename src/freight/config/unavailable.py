@@ -7,18 +7,41 @@ from typing import Any
 
 # Path of a key -> what it is about.
 SECTIONS: Mapping[str, str] = {
-    "parallel": "parallelism over several processes",
-    "recompute": "activation recomputation",
-    "offload": "offload to host or disk",
-    "fpdt": "streaming of long sequences",
-    "overlap": "communication overlap",
+    "parallel.tensor": "tensor parallelism",
+    "parallel.sequence": "sequence parallelism",
+    "parallel.pipeline": "pipeline parallelism",
+    "parallel.virtual_pipeline": "pipeline parallelism",
+    "parallel.pipeline_schedule": "pipeline parallelism",
+    "parallel.pipeline_layers": "pipeline parallelism",
+    "parallel.expert": "expert parallelism",
+    "parallel.data_replicate": "replicated data parallelism",
+    "parallel.zero_stage": "the choice of a ZeRO stage",
+    "parallel.grad_accumulation": "sharded accumulation of gradients",
+    "recompute.modules": "selective recomputation",
+    "recompute.partial_microbatches": "partial recomputation",
+    "recompute.budget_bytes": "recomputation by budget",
+    "offload.optimizer": "offload of the optimizer",
+    "overlap.grad_reduce": "overlap of gradient sums",
+    "overlap.param_gather": "overlap of parameter gathers",
+    "overlap.prefetch_blocks": "overlap of parameter gathers",
+    "overlap.chunk_bytes": "overlap of gradient sums",
+    "overlap.grad_reduce_dtype": "bf16 gradient sums",
+    "overlap.fp8_param_gather": "fp8 parameter gathers",
+    "overlap.tensor": "tensor parallelism",
+    "overlap.p2p": "pipeline parallelism",
+    "overlap.batch_p2p": "pipeline parallelism",
+    "overlap.ulysses_groups": "a choice of head portions",
     "memory": "the memory planner",
     "model.moe": "mixture of experts",
     "train.fp8": "fp8",
 }
 # Methods that put virtual tokens in front: in a packed row they would reach its first document only.
 VIRTUAL_TOKENS = ("prefix_tuning", "prompt_tuning", "multitask_prompt_tuning", "p_tuning", "ptuning")
-VALUES: Mapping[str, tuple[str, ...]] = {"train.precision": ("fp8",)}
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "train.precision": ("fp8",),
+    "recompute.granularity": ("selective",),
+    "recompute.method": ("block",),
+}
 
 
 def take_out(raw: dict[str, Any]) -> Iterator[str]:

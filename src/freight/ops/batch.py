@@ -192,6 +192,12 @@ class TokenBatch:
         return self._here(mask)
 
     @cached_property
+    def segments(self) -> Tensor:
+        """int64 `[tokens]`: number of the segment each token belongs to."""
+        sizes = torch.tensor([stop - start for start, stop in pairwise(self.cu_seqlens)])
+        return self._here(torch.repeat_interleave(torch.arange(len(sizes)), sizes))
+
+    @cached_property
     def document_lengths(self) -> Tensor:
         """int64 `[tokens]`: length of the document each token belongs to, 0 at padding."""
         out = torch.zeros(self.stream_tokens, dtype=torch.int64)

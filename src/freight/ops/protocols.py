@@ -214,13 +214,16 @@ class TensorStore(RowStore, Protocol):
         on_device: The tier is the device itself: what is there already need not be put.
         bytes_in: Bytes brought to the device so far.
         bytes_out: Bytes taken from it.
-        wait_seconds: Time that callers spent waiting for transfers.
     """
 
     on_device: bool
     bytes_in: int
     bytes_out: int
-    wait_seconds: float
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that callers spent waiting for transfers."""
+        ...
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Take a tensor, or put another in its place."""

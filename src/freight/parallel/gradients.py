@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from freight.parallel.mesh import data_axis
+from freight.parallel.mesh import batch_axis, data_axis
 
 
 def sum_over_data(value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -23,6 +23,17 @@ def sum_over_data(value: Tensor, mesh: DeviceMesh) -> Tensor:
     **Communication**: one all-reduce over dp_shard x cp of the tensor's bytes; none on one rank.
     """
     axis = data_axis(mesh)
+    if axis.size() > 1:
+        dist.all_reduce(value, group=axis.get_group())
+    return value
+
+
+def sum_over_batches(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum over the ranks that work on different microbatches, in place: what context ranks have in common counts once.
+
+    **Communication**: one all-reduce over dp_shard of the tensor's bytes; none on one rank.
+    """
+    axis = batch_axis(mesh)
     if axis.size() > 1:
         dist.all_reduce(value, group=axis.get_group())
     return value

@@ -60,7 +60,9 @@ def data_axis(mesh: DeviceMesh) -> DeviceMesh:
 
     Its ranks hold different tokens: other microbatches, or other parts of the same ones.
     """
-    return mesh[Axis.DP_SHARD] if mesh[Axis.CP].size() == 1 else mesh[DATA_AND_CONTEXT]
+    if mesh[Axis.CP].size() == 1:
+        return mesh[Axis.DP_SHARD]
+    return mesh[(Axis.DP_SHARD, Axis.CP)]._flatten(DATA_AND_CONTEXT)  # the one that `build_mesh` made
 
 
 def batch_axis(mesh: DeviceMesh) -> DeviceMesh:

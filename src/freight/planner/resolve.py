@@ -7,7 +7,7 @@ data. `check`, `pack` and `train` print the same words, because they come from t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
@@ -32,9 +32,8 @@ from freight.ops.attention_backends import (
     missing_backends,
 )
 from freight.ops.attention_mask import MaskKind
+from freight.planner.execution import DTYPES, ExecutionPlan, resolve_execution
 from freight.planner.words import plan_words
-
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class DataFacts(NamedTuple):
@@ -79,14 +78,14 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration means on a number of data ranks.
+    """What a configuration means on a number of ranks.
 
     Args:
         config: The configuration.
         arch: The architecture.
-        world_size: Data ranks.
+        execution: How microbatches are dealt out to ranks, and how blocks are run.
         pack_size: Tokens of a row.
-        micro_batch_tokens: Tokens of a microbatch on one rank.
+        micro_batch_tokens: Tokens of a microbatch, over the context ranks that share it.
         rows_per_step: Rows of an optimizer step over all ranks; None while documents per step need the data.
         total_steps: Optimizer steps; None while epochs need the data.
         decaying: Trained weights under weight decay.
@@ -101,7 +100,7 @@ class Plan:
 
     config: Config
     arch: Architecture
-    world_size: int
+    execution: ExecutionPlan
     pack_size: int
     micro_batch_tokens: int
     rows_per_step: int | None
@@ -116,23 +115,28 @@ class Plan:
     adapted: AdapterTargets | None = None
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of context ranks, that work on different microbatches."""
+        return self.execution.data_ranks
+
+    @property
     def rows_per_microbatch(self) -> int:
-        """Rows computed at one time on one rank."""
+        """Rows of a microbatch."""
         return self.micro_batch_tokens // self.pack_size
 
     @property
     def microbatches_per_step(self) -> int | None:
-        """Microbatches that each rank accumulates."""
+        """Microbatches that each data rank accumulates."""
         if self.rows_per_step is None:
             return None
-        return math.ceil(self.rows_per_step / (self.rows_per_microbatch * self.world_size))
+        return math.ceil(self.rows_per_step / (self.rows_per_microbatch * self.data_ranks))
 
     @property
     def filler_rows(self) -> int:
         """Rows without labels that complete the last microbatches of a step."""
         if self.rows_per_step is None or self.microbatches_per_step is None:
             return 0
-        return self.microbatches_per_step * self.rows_per_microbatch * self.world_size - self.rows_per_step
+        return self.microbatches_per_step * self.rows_per_microbatch * self.data_ranks - self.rows_per_step
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -156,9 +160,11 @@ def resolve(
     config: Config,
     arch: Architecture,
     *,
-    world_size: int = 1,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
     data: DataFacts | None = None,
     hardware: Hardware = Hardware("cpu"),  # noqa: B008 - an immutable tuple
+    device_bytes: int | None = None,
     adapted: AdapterTargets | None = None,
 ) -> Plan:
     """Work out what a configuration means.
@@ -166,9 +172,11 @@ def resolve(
     Args:
         config: From `load_config`.
         arch: From `architecture_of`.
-        world_size: Data ranks.
+        world_size: Processes; None = as many as the configuration needs.
+        ranks_per_node: Processes that share a node; None = all.
         data: Facts of the packed data, where it is at hand.
         hardware: Of the device that computes.
+        device_bytes: Its memory; None = not known.
         adapted: Modules that `adapter` means in this architecture.
 
     Raises:
@@ -188,17 +196,30 @@ def resolve(
             found += error.faults
     rows = None if found else _rows_per_step(config, data)
     row = (data.pack_size if data else None) or pack_size(config.data)
+    execution: ExecutionPlan | None = None
+    if not found:
+        try:
+            execution = resolve_execution(
+                config,
+                arch,
+                config.train.micro_batch_tokens or row,
+                world_size=world_size,
+                ranks_per_node=ranks_per_node,
+                device_bytes=device_bytes,
+            )
+        except ConfigError as error:
+            found += error.faults
     steps = _total_steps(config, data, rows)
     if data is not None and steps is not None and not found:
         found += schedule_faults(config.train.schedule, steps) if config.train.steps is None else ()
         found += _data_faults(config, arch, data, rows)
-    if found or attention is None:
+    if found or attention is None or execution is None:
         raise ConfigError(*dict.fromkeys(found))
     decaying, not_decaying, frozen = _groups(arch, config.adapter, adapted)
     return Plan(
         config=config,
         arch=arch,
-        world_size=world_size,
+        execution=execution,
         pack_size=row,
         micro_batch_tokens=config.train.micro_batch_tokens or row,
         rows_per_step=rows,

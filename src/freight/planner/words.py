@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from freight.config.data_checks import algorithm, reads_packed
 from freight.data.pack.batch_size import batch_size_sentence
 from freight.ops.attention_backends import Choice
+from freight.planner.execution_words import execution_words
 
 if TYPE_CHECKING:
     from freight.planner.resolve import Plan
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
 
 def plan_words(plan: Plan) -> list[str]:
     """The plan, one sentence a line."""
-    return [*_model_words(plan), *_adapter_words(plan), *_data_words(plan), *_step_words(plan), *_train_words(plan)]
+    return [
+        *_model_words(plan),
+        *_adapter_words(plan),
+        *execution_words(plan.execution, plan.config),
+        *_data_words(plan),
+        *_step_words(plan),
+        *_train_words(plan),
+    ]
 
 
 def _model_words(plan: Plan) -> Iterator[str]:
@@ -115,7 +123,7 @@ def _step_words(plan: Plan) -> Iterator[str]:
                 data.num_rows,
                 drop_last=plan.config.data.drop_last,
             )
-        ranks = "" if plan.world_size == 1 else f" x {plan.world_size} ranks"
+        ranks = "" if plan.data_ranks == 1 else f" x {plan.data_ranks} data ranks"
         filler = f", {plan.filler_rows} of them filler without labels" if plan.filler_rows else ""
         slots = plan.rows_per_step + plan.filler_rows
         yield (

@@ -7,9 +7,8 @@ hundred label tokens at a time and for no other token.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,20 +53,27 @@ class _Sums:
     tokens: int = 0
     documents: int = 0
 
-    def add(self, nll: float, tokens: int) -> None:
+    def add(self, nll: float, tokens: int, documents: int) -> None:
         self.nll += nll
         self.tokens += tokens
-        self.documents += 1
+        self.documents += documents
 
     def finish(self, per_source: dict[str, Evaluation] | None = None) -> Evaluation:
         loss = self.nll / self.tokens if self.tokens else math.nan
         return Evaluation(loss, self.tokens, self.documents, per_source or {})
 
 
+# By source; None where sources are not known.
+Sums = dict[str | None, _Sums]
+
+
 def evaluate(
     model: Decoder,
     batches: Iterable[TokenBatch],
     *,
+    deal: Callable[[TokenBatch], TokenBatch] = lambda batch: batch,
+    gather: Callable[[Sums], Sequence[Sums]] = lambda sums: [sums],
+    counts_documents: bool = True,
     source_of: Callable[[int], str] | None = None,
     chunk_tokens: int = 512,
     progress: Callable[[int, int, str], None] | None = None,
@@ -77,7 +83,10 @@ def evaluate(
 
     Args:
         model: Its mode (training or not) is restored afterwards.
-        batches: Every document once, packed in any way; segments of length 0 are padding.
+        batches: Every document once over all data ranks, packed in any way; segments of length 0 are padding.
+        deal: Gives this rank's part of a batch.
+        gather: Gives what all ranks counted.
+        counts_documents: One of the ranks that share a batch counts its documents.
         source_of: Name of the source of a document, by the index that the batch carries.
         chunk_tokens: Label tokens whose logits exist at one time.
         progress: Called with segments done.
@@ -88,37 +97,51 @@ def evaluate(
     """
     device = next(model.parameters()).device
     head = TokenLossHead(chunk_tokens, model.arch.final_softcap)
-    total = _Sums()
-    sources: dict[str, _Sums] = {}
+    here: Sums = {}
+    seen = 0
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            for batch in batches:
+            for batch in map(deal, batches):
                 losses = model(batch.to(device), head)
                 for segment, nll, tokens in _segment_sums(losses, batch):
-                    total.add(nll, tokens)
-                    if source_of is not None and batch.documents:
-                        sources.setdefault(source_of(batch.documents[segment]), _Sums()).add(nll, tokens)
+                    named = source_of is not None and batch.documents
+                    source = source_of(batch.documents[segment]) if named and source_of is not None else None
+                    here.setdefault(source, _Sums()).add(nll, tokens, int(counts_documents))
+                    seen += 1
                 if progress is not None:
-                    progress(total.documents, total_documents, "evaluate")
+                    progress(seen, total_documents, "evaluate")
     finally:
         model.train(was_training)
+    sources = _joined(gather(here))
+    total = _Sums()
+    for part in sources.values():
+        total.add(part.nll, part.tokens, part.documents)
     if not total.tokens:
         raise DataError(
             f"validation data: no token to predict in {total.documents} documents. "
             "Give `data.validation` records that have an answer."
         )
-    return total.finish({name: part.finish() for name, part in sorted(sources.items())})
+    return total.finish({name: sources[name].finish() for name in sorted(filter(None, sources))})
+
+
+def _joined(of_ranks: Iterable[Sums]) -> Sums:
+    """The sums of all ranks, by source."""
+    joined: Sums = {}
+    for of_rank in of_ranks:
+        for name, part in of_rank.items():
+            joined.setdefault(name, _Sums()).add(part.nll, part.tokens, part.documents)
+    return joined
 
 
 def _segment_sums(losses: Tensor, batch: TokenBatch) -> Iterator[tuple[int, float, int]]:
     """(segment, sum of its losses, its label tokens) of every segment that is a document; one read of the device."""
-    spans = [segment for segment, length in enumerate(batch.lengths) if length]
-    counted = (batch.labels != IGNORE_INDEX).to(losses.device)
-    sizes = [stop - start for start, stop in itertools.pairwise(batch.cu_seqlens)]
-    sums = torch.stack([part.double().sum() for part in losses.split(sizes)])
-    counts = torch.stack([part.sum() for part in counted.split(sizes)])
-    nlls, tokens = torch.stack([sums, counts.double()]).tolist()
-    for segment in spans:
-        yield segment, nlls[segment], int(tokens[segment])
+    segments, number = batch.segments.to(losses.device), len(batch.lengths)
+    sums = losses.new_zeros(number, dtype=torch.float64).index_add_(0, segments, losses.double())
+    counted = (batch.labels != IGNORE_INDEX).to(sums)
+    counts = torch.zeros_like(sums).index_add_(0, segments, counted)
+    nlls, tokens = torch.stack([sums, counts]).tolist()
+    for segment, length in enumerate(batch.lengths):
+        if length:
+            yield segment, nlls[segment], int(tokens[segment])

@@ -11,24 +11,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
 from freight.checkpoint import saved_state
 from freight.config.schema import Config
-from freight.data.load.loader import StepData, evaluation_batches
+from freight.data.load.loader import StepData, evaluation_batches, joined_state
 from freight.data.tokens.tokenise import remarks
+from freight.errors import FreightError
 from freight.parallel.data import free_gathered
 from freight.train.console import evaluation_line, gibibytes, step_line
 from freight.train.data_facts import data_facts
 from freight.train.evaluate import Evaluation, evaluate
 from freight.train.flops import device_peak, peak_memory_bytes, trained_part
-from freight.train.launch import environment, launched
-from freight.train.metrics import MetricLog, read_metrics
+from freight.train.launch import World, environment, launched
 from freight.train.profile import StepProfiler
-from freight.train.report import write_report
+from freight.train.rank_failures import announce, failure_of, one_line
 from freight.train.resume import (
     CONFIG_FILE,
     Counters,
@@ -39,22 +38,13 @@ from freight.train.resume import (
     refuse_held_folder,
     restore,
 )
-from freight.train.run_folder import (
-    DATA_FILE,
-    RunStatus,
-    State,
-    add_warning,
-    write_json,
-    write_plan,
-    write_status,
-)
+from freight.train.run_folder import DATA_FILE, RunStatus, add_warning, write_json, write_plan, write_status
+from freight.train.run_record import RunRecord
 from freight.train.schedule import learning_rate_factor
 from freight.train.setup import Prepared, ProgressCallback, Trainable, build, prepare
 from freight.train.signals import StopSignals
 from freight.train.step import StepResult, train_step
 from freight.train.throughput import Throughput
-
-REPORT_EVERY_SECONDS = 60.0
 
 StepDisplay = Callable[[int, int | None, Mapping[str, float], float | None], None]
 
@@ -106,40 +96,84 @@ def train(
     """
     run_dir = Path(config.log.dir or f"runs/{name}")
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    with launched(config.parallel.timeout_seconds) as world:
+        try:
+            prepared, checkpoint = _begin(
+                config, world, run_dir, checkpoints, resume, report_line, progress, overwrite=overwrite
+            )
+        except FreightError as error:
+            announce(error, "before the first step")
+            raise
+        except Exception as error:
+            if world.size == 1:
+                raise
+            raise RunFailed(failure_of(error, "before the first step")) from error
+        record = RunRecord(run_dir, report_line, prepared.total_steps, mute=not world.first)
+        loop = None
+        try:
+            with build(prepared, world) as trainable:
+                loop = Loop(prepared, trainable, world, record, checkpoints, show_step, progress)
+                if checkpoint is not None:
+                    loop.resume(checkpoint)
+                with StopSignals() as signals:
+                    return loop.run(signals)
+        except BaseException as error:
+            step = 0 if loop is None else loop.step
+            message = failure_of(error, f"at step {step + 1}")
+            _leave(record, message, step)
+            if world.size == 1 or not isinstance(error, Exception):
+                raise
+            raise RunFailed(message) from error
+
+
+def _begin(
+    config: Config,
+    world: World,
+    run_dir: Path,
+    checkpoints: Path,
+    resume: str | None,
+    report_line: Callable[[str], None],
+    progress: ProgressCallback | None,
+    *,
+    overwrite: bool,
+) -> tuple[Prepared, Path | None]:
+    """Find everything that can be wrong, then claim the run folder: what to train on, and where to go on from.
+
+    Raises:
+        FreightError: The same on all ranks.
+    """
     warnings: list[str] = []
+
+    def tell(line: str) -> None:
+        if world.first:
+            report_line(line)
 
     def warn(message: str) -> None:
         warnings.append(message)
-        report_line(f"warning: {message}")
+        tell(f"warning: {message}")
 
-    refuse_held_folder(run_dir, resume=resume is not None, overwrite=overwrite)
-    checkpoint = find_checkpoint(resume, checkpoints, warn) if resume is not None else None
-    with launched() as world:
-        prepared = prepare(config, world, run_dir, progress)
-        for rows in filter(None, (prepared.rows, prepared.validation)):
-            notices, concerns = remarks(rows.metadata)
-            for notice in notices:
-                report_line(notice)
-            for concern in concerns:
-                warn(concern)
+    def look() -> Path | None:
+        refuse_held_folder(run_dir, resume=resume is not None, overwrite=overwrite)
+        return find_checkpoint(resume, checkpoints, warn) if resume is not None else None
+
+    def claim() -> None:
         claim_run_folder(run_dir, checkpoints, overwrite=overwrite)
         for message in warnings:
             add_warning(run_dir, message)
         _describe_run(prepared, run_dir)
-        for line in prepared.plan.words():
-            report_line(line)
-        loop = None
-        try:
-            trainable = build(prepared, world)
-            loop = Loop(prepared, trainable, run_dir, checkpoints, report_line, show_step, progress)
-            if checkpoint is not None:
-                loop.resume(checkpoint)
-            with StopSignals() as signals:
-                return loop.run(signals)
-        except BaseException as error:
-            step = 0 if loop is None else loop.step
-            _leave(run_dir, RunStatus("failed", _one_line(error), step, prepared.total_steps))
-            raise
+
+    checkpoint = world.on_first(look)
+    prepared = prepare(config, world, run_dir, progress if world.first else None)
+    for rows in filter(None, (prepared.rows, prepared.validation)):
+        notices, concerns = remarks(rows.metadata)
+        for notice in notices:
+            tell(notice)
+        for concern in concerns:
+            warn(concern)
+    world.on_first(claim)
+    for line in prepared.plan.words():
+        tell(line)
+    return prepared, checkpoint
 
 
 class Loop:
@@ -148,9 +182,9 @@ class Loop:
     Args:
         prepared: What to train on.
         trainable: What to train.
-        run_dir: The run folder.
+        world: The ranks of the run.
+        record: Where it tells what happens.
         checkpoints: Where saved state goes.
-        say: Gets every line for the user.
         show_step: Gets every logged step; by default it is written as a line.
         progress: For evaluation.
     """
@@ -159,9 +193,9 @@ class Loop:
         self,
         prepared: Prepared,
         trainable: Trainable,
-        run_dir: Path,
+        world: World,
+        record: RunRecord,
         checkpoints: Path,
-        say: Callable[[str], None],
         show_step: StepDisplay | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
@@ -169,26 +203,33 @@ class Loop:
         self._config = config
         self._prepared = prepared
         self._trainable = trainable
-        self._run_dir = run_dir
+        self._world = world
+        self._record = record
         self._checkpoints = checkpoints
-        self._say = say
-        self._show_step = show_step or (lambda *step: say(step_line(*step)))
-        self._progress = progress
+        self._show_step = show_step or (lambda *step: record.say(step_line(*step)))
+        self._progress = progress if world.first else None
         self._loader = prepared.loader()
         self._counters = Counters()
         self._saver = Saver(
-            checkpoints, config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous, warn=self._warn
+            checkpoints,
+            config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            warn=self._warn,
+            group=world.saving_group(),
         )
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        peak = device_peak(trainable.device, dtype)
-        trained = trained_part(prepared.arch, config.adapter, prepared.plan.adapted)
-        self._throughput = Throughput(prepared.arch, peak, trainable.device, trained)
-        self._log: MetricLog | None = None
+        self._throughput = Throughput(
+            prepared.arch,
+            device_peak(trainable.device, dtype),
+            trainable.device,
+            trained_part(prepared.arch, config.adapter, prepared.plan.adapted),
+            ranks=world.size,
+            context_ranks=prepared.plan.execution.context_ranks,
+        )
         self._resumed_step: int | None = None
         self._loss = math.nan
         self._evaluation: Evaluation | None = None
         self._evaluated_step: int | None = None
-        self._reported = time.monotonic()
 
     @property
     def step(self) -> int:
@@ -208,37 +249,35 @@ class Loop:
         for notice in self._loader.load_state_dict(state, allow_changed=self._config.data.allow_changed):
             self._warn(notice)
         self._resumed_step = self._saver.saved_step = self._counters.step
-        for abandoned in saved_state.set_aside_after(self._checkpoints, self._counters.step):
+        for abandoned in self._world.on_first(
+            lambda: saved_state.set_aside_after(self._checkpoints, self._counters.step)
+        ):
             self._warn(f"{abandoned} holds a later step of another course of this run; it is kept and no longer used")
-        self._say(f"resumed from {checkpoint} after step {self._counters.step}")
+        self._record.say(f"resumed from {checkpoint} after step {self._counters.step}")
 
     def run(self, signals: StopSignals) -> TrainResult:
         """Train until the last step or a signal."""
-        log = self._config.log
-        self._log = MetricLog(
-            self._run_dir,
-            tensorboard=log.tensorboard,
-            wandb=log.wandb,
-            config=self._config.model_dump(mode="json"),
-            resumed_step=self._resumed_step,
-        )
-        self._status("running")
+        self._record.open(self._config, self._resumed_step)
+        self._record.status("running", self._counters.step)
         try:
-            if self._evaluated_before():
+            # A signal stops a run without its evaluation; one that was made is not repeated after a resume.
+            if self._world.on_first(lambda: self._record.evaluated(self._counters.step)):
                 self._evaluated_step = self._counters.step
             if self._evaluation_due():
                 self._evaluate()
-            with StepProfiler(log.profile, self._run_dir, self._trainable.device, self._counters.step) as profiler:
+            profile = self._config.log.profile if self._world.first else None
+            run_dir, device = self._record.run_dir, self._trainable.device
+            with StepProfiler(profile, run_dir, device, self._counters.step) as profiler:
                 self._steps(signals, profiler)
             return self._end(signals)
         except (torch.OutOfMemoryError, MemoryError) as error:
             peak = gibibytes(peak_memory_bytes(self._trainable.device))
             raise RunFailed(
-                f"out of memory in step {self._counters.step + 1}, peak {peak}: {_one_line(error)} "
+                f"out of memory in step {self._counters.step + 1}, peak {peak}: {one_line(error)} "
                 "Lower train.micro_batch_tokens (a multiple of the pack size); the global batch stays the same."
             ) from error
         finally:
-            self._log.close()
+            self._record.close()
 
     def _steps(self, signals: StopSignals, profiler: StepProfiler) -> None:
         checkpoint, total = self._config.checkpoint, self._prepared.total_steps
@@ -247,11 +286,12 @@ class Loop:
             waited = time.perf_counter() - began
             result, rate = self._train(data)
             profiler.step()
-            self._throughput.add(data, result.num_targets, time.perf_counter() - began, waited)
+            signals.agree(self._world)
+            self._throughput.add(data, result.num_tokens, time.perf_counter() - began, waited)
             step = self._counters.step
             last = step >= total or signals.requested is not None
             if step % self._config.log.every_steps == 0 or last or not result.updated:
-                self._record(data, result, rate)
+                self._log_step(data, result, rate)
             self._refuse_endless_skipping()
             if signals.requested is not None:
                 break
@@ -259,7 +299,7 @@ class Loop:
                 self._evaluate()
             if checkpoint.every_steps is not None and step % checkpoint.every_steps == 0:
                 self._save()
-            self._report_now_and_then()
+            self._record.report_now_and_then(step)
             began = time.perf_counter()
 
     def _train(self, data: StepData) -> tuple[StepResult, float]:
@@ -268,21 +308,22 @@ class Loop:
         result = train_step(
             self._trainable.model,
             self._trainable.optimizer,
-            data.microbatches,
+            [self._trainable.execution.deal(batch) for batch in data.microbatches],
             data.num_targets,
+            num_tokens=data.num_tokens,
             learning_rate=rate,
             grad_clip=train.grad_clip,
             mesh=self._trainable.mesh,
             device=self._trainable.device,
         )
         counters.step += 1
-        counters.tokens += data.num_tokens
+        counters.tokens += result.num_tokens
         counters.updates += result.updated
         counters.nonfinite = 0 if result.updated or not result.num_targets else counters.nonfinite + 1
         self._loss = result.loss
         return result, rate
 
-    def _record(self, data: StepData, result: StepResult, rate: float) -> None:
+    def _log_step(self, data: StepData, result: StepResult, rate: float) -> None:
         counters, total = self._counters, self._prepared.total_steps
         metrics = {
             "train/loss": result.loss,
@@ -292,10 +333,11 @@ class Loop:
             "train/tokens": counters.tokens,
             "train/targets": result.num_targets,
             **self._throughput.metrics(),
+            **self._trainable.execution.metrics(),
         }
-        assert self._log is not None
-        self._log.write(counters.step, metrics)
-        self._show_step(counters.step, total, metrics, self._throughput.eta_seconds(total - counters.step))
+        self._record.metrics(counters.step, metrics)
+        if self._world.first:
+            self._show_step(counters.step, total, metrics, self._throughput.eta_seconds(total - counters.step))
         if not result.num_targets:
             self._warn(f"step {counters.step}: the global batch has no label; nothing was updated")
         elif not result.updated:
@@ -313,21 +355,20 @@ class Loop:
         every = self._config.train.evaluate_every_steps
         return every is not None and self._counters.step % every == 0
 
-    def _evaluated_before(self) -> bool:
-        """Whether this step's evaluation was made before a resume; a signal stops a run without it."""
-        step = self._counters.step
-        return any(line["step"] == step and "eval/loss" in line for line in read_metrics(self._run_dir))
-
     def _evaluate(self) -> None:
         rows, step, total = self._prepared.validation, self._counters.step, self._prepared.total_steps
         if rows is None or self._evaluated_step == step:
             return
-        model = self._trainable.model
+        model, plan = self._trainable.model, self._prepared.plan
         # Validation may be packed to another size than training.
-        tokens = max(1, self._prepared.plan.micro_batch_tokens // rows.pack_size) * rows.pack_size
+        tokens = max(1, plan.micro_batch_tokens // rows.pack_size) * rows.pack_size
+        data_rank, context_rank = divmod(self._world.rank, plan.execution.context_ranks)
         evaluation = evaluate(
             model,
-            evaluation_batches(rows, tokens, pad_rows=False),
+            evaluation_batches(rows, tokens, data_ranks=plan.data_ranks, rank=data_rank, pad_rows=False),
+            deal=self._trainable.execution.deal,
+            gather=self._world.gather,
+            counts_documents=context_rank == 0,
             source_of=rows.source_of,
             chunk_tokens=self._config.train.loss_chunk_tokens,
             progress=self._progress,
@@ -335,9 +376,8 @@ class Loop:
         )
         free_gathered(model)
         self._evaluation, self._evaluated_step = evaluation, step
-        assert self._log is not None
-        self._log.write(step, evaluation.metrics())
-        self._say(evaluation_line(step, total, evaluation.loss, evaluation.tokens))
+        self._record.metrics(step, evaluation.metrics())
+        self._record.say(evaluation_line(step, total, evaluation.loss, evaluation.tokens))
 
     def _save(self) -> None:
         if self._saver.saved_step == self._counters.step:
@@ -346,9 +386,10 @@ class Loop:
             "architecture": self._prepared.arch.model_dump(mode="json"),
             "config": self._config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         }
-        self._saver.save(
-            self._trainable.model, self._trainable.optimizer, self._counters, self._loader.state_dict(), meta
+        loader = joined_state(
+            self._world.gather(self._loader.state_dict())[:: self._prepared.plan.execution.context_ranks]
         )
+        self._saver.save(self._trainable.model, self._trainable.optimizer, self._counters, loader, meta)
 
     def _save_for_good(self) -> None:
         """Save, and come back only when it is on disk: nothing follows that could try again.
@@ -367,9 +408,9 @@ class Loop:
             self._save_for_good()
             message = (
                 f"stopped by {signals.requested.name} after step {step} of {total}, saved; continue with: "
-                f"freight train {self._run_dir / CONFIG_FILE} --resume auto"
+                f"freight train {self._record.run_dir / CONFIG_FILE} --resume auto"
             )
-            self._status("interrupted", message)
+            self._record.status("interrupted", step, message)
             exit_code = signals.exit_code
         else:
             if self._config.checkpoint.save_final:
@@ -377,24 +418,14 @@ class Loop:
             self._saver.finish()
             self._evaluate()
             message = f"done after step {step}"
-            self._status("finished", message)
+            self._record.status("finished", step, message)
             exit_code = 0
-        write_report(self._run_dir)
-        self._say(message)
-        return TrainResult(exit_code, step, self._run_dir, message, self._loss, self._evaluation)
-
-    def _report_now_and_then(self) -> None:
-        if time.monotonic() - self._reported >= REPORT_EVERY_SECONDS:
-            self._status("running")
-            write_report(self._run_dir)
-            self._reported = time.monotonic()
-
-    def _status(self, state: State, message: str = "") -> None:
-        write_status(self._run_dir, RunStatus(state, message, self._counters.step, self._prepared.total_steps))
+        self._record.report()
+        self._record.say(message)
+        return TrainResult(exit_code, step, self._record.run_dir, message, self._loss, self._evaluation)
 
     def _warn(self, message: str) -> None:
-        add_warning(self._run_dir, message, step=self._counters.step)
-        self._say(f"warning: {message}")
+        self._record.warn(message, self._counters.step)
 
 
 def _describe_run(prepared: Prepared, run_dir: Path) -> None:
@@ -409,15 +440,10 @@ def _describe_run(prepared: Prepared, run_dir: Path) -> None:
     write_json(run_dir / DATA_FILE, {} if indexed is None else data_facts(indexed))
 
 
-def _leave(run_dir: Path, status: RunStatus) -> None:
+def _leave(record: RunRecord, message: str, step: int) -> None:
     """Leave a folder that tells what happened; nothing here may hide the error that is on its way."""
     try:
-        write_status(run_dir, status)
-        write_report(run_dir)
+        record.status("failed", step, message)
+        record.report()
     except Exception as error:
-        add_warning(run_dir, f"the report could not be written: {_one_line(error)}")
-
-
-def _one_line(error: BaseException) -> str:
-    text: Any = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+        record.warn(f"the report could not be written: {one_line(error)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import AdamW
 
 from freight.checkpoint import saved_state
@@ -169,13 +170,23 @@ class Saver:
         keep: How many stay.
         asynchronous: Write while training goes on.
         warn: Told when a save failed.
+        group: Ranks that write together; None = this process alone.
     """
 
-    def __init__(self, directory: Path, keep: int, *, asynchronous: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        *,
+        asynchronous: bool,
+        warn: Callable[[str], None],
+        group: ProcessGroup | None = None,
+    ) -> None:
         self._directory = directory
         self._keep = keep
         self._asynchronous = asynchronous
         self._warn = warn
+        self._group = group
         self._pending: saved_state.PendingSave | None = None
         self._failures = 0
         self.saved_step: int | None = None
@@ -198,7 +209,12 @@ class Saver:
         self.saved_step = counters.step
         try:
             self._pending = saved_state.save(
-                self._directory, counters.step, state_of(model, optimizer), meta, asynchronous=self._asynchronous
+                self._directory,
+                counters.step,
+                state_of(model, optimizer),
+                meta,
+                asynchronous=self._asynchronous,
+                group=self._group,
             )
         except (OSError, CheckpointError) as error:
             self._failed(error)
@@ -218,7 +234,8 @@ class Saver:
             self._failed(error)
             return
         self._failures = 0
-        saved_state.prune(self._directory, self._keep)
+        if self._group is None or self._group.rank() == 0:
+            saved_state.prune(self._directory, self._keep)
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1

@@ -8,6 +8,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from freight.train.launch import World
+
 # Slurm's warning before the time limit asks for a clean end, which is not a failure.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 0}
 
@@ -35,6 +37,14 @@ class StopSignals:
     def exit_code(self) -> int:
         """Exit code that the signal asks for; 0 without one."""
         return 0 if self.requested is None else EXIT_CODES[self.requested]
+
+    def agree(self, world: World) -> None:
+        """Take a signal that any rank has got for all of them: they stop after the same step.
+
+        **Communication**: one all-reduce of a number.
+        """
+        if number := world.largest(0 if self.requested is None else int(self.requested)):
+            self.requested = signal.Signals(number)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested is not None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from freight.ops.batch import TokenBatch
 from freight.ops.protocols import LossSums
 from freight.parallel.data import set_last_microbatch
-from freight.parallel.gradients import global_grad_norm, scale_gradients, sum_over_data
+from freight.parallel.gradients import global_grad_norm, scale_gradients, sum_over_batches, sum_over_data
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class StepResult:
         grad_norm: Global norm before clipping; nan if nothing was computed.
         num_targets: Labels of the global batch.
         updated: Whether parameters, optimizer and schedule advanced.
+        num_tokens: Real tokens of the global batch.
     """
 
     loss: float
     grad_norm: float
     num_targets: int
     updated: bool
+    num_tokens: int = 0
 
 
 def train_step(
@@ -44,6 +46,7 @@ def train_step(
     microbatches: Sequence[TokenBatch],
     num_targets: int,
     *,
+    num_tokens: int = 0,
     learning_rate: float,
     grad_clip: float | None,
     mesh: DeviceMesh,
@@ -55,7 +58,8 @@ def train_step(
         model: `model(batch) -> LossSums`.
         optimizer: Its groups all take `learning_rate`.
         microbatches: This rank's part of the global batch; at least one, fillers included.
-        num_targets: Labels in them.
+        num_targets: Labels in this data rank's microbatches, over all its context ranks.
+        num_tokens: Real tokens in them, likewise.
         learning_rate: For this update.
         grad_clip: Largest global norm; None = no clipping.
         mesh: Of `build_mesh`.
@@ -65,12 +69,14 @@ def train_step(
         The step's numbers, equal on all ranks. Without labels or with a non-finite norm nothing is updated and
         gradients are cleared.
 
-    **Communication**: two all-reduces of one scalar over the data axis (count, loss), one for the norm, and the
-    gradients' reduce-scatter in the last microbatch.
+    **Communication**: an all-reduce of two counts over the batch axis, of one scalar for the loss and one for the norm
+    over data and context, and the gradients' reduce-scatter in the last microbatch.
     """
-    count = int(sum_over_data(torch.tensor(num_targets, device=device), mesh)) if mesh.size() > 1 else num_targets
+    count, tokens = num_targets, num_tokens
+    if mesh.size() > 1:
+        count, tokens = sum_over_batches(torch.tensor([count, tokens], device=device), mesh).tolist()
     if count == 0:
-        return StepResult(math.nan, math.nan, 0, updated=False)
+        return StepResult(math.nan, math.nan, 0, updated=False, num_tokens=tokens)
     nll = torch.zeros((), device=device)
     for index, batch in enumerate(microbatches):
         set_last_microbatch(model, index == len(microbatches) - 1)
@@ -88,4 +94,4 @@ def train_step(
             group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, norm, count, updated)
+    return StepResult(loss, norm, count, updated, tokens)

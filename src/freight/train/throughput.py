@@ -19,40 +19,51 @@ class Throughput:
         peak: Rate that utilisation is measured against; None leaves it out.
         device: Whose memory is reported.
         trained: What has gradients; everything by default.
+        ranks: Of the run.
+        context_ranks: Ranks that share this rank's microbatches, and so their FLOPs.
     """
 
     def __init__(
-        self, arch: Architecture, peak: Peak | None, device: torch.device, trained: Trained | None = None
+        self,
+        arch: Architecture,
+        peak: Peak | None,
+        device: torch.device,
+        trained: Trained | None = None,
+        *,
+        ranks: int = 1,
+        context_ranks: int = 1,
     ) -> None:
         self._arch = arch
         self._trained = trained
         self._peak = peak
         self._device = device
+        self._ranks, self._context_ranks = ranks, context_ranks
         self._smooth_seconds: float | None = None
         self._reset()
 
-    def add(self, data: StepData, targets: int, seconds: float, data_seconds: float) -> None:
+    def add(self, data: StepData, tokens: int, seconds: float, data_seconds: float) -> None:
         """Count one step.
 
         Args:
-            data: What was computed.
-            targets: Its labels.
+            data: What this data rank computed.
+            tokens: Real tokens of all data ranks.
             seconds: Of the whole step, waiting for data included.
             data_seconds: Of the wait alone.
         """
         flops = step_flops(
             self._arch,
             (n for batch in data.microbatches for n in batch.lengths if n),
-            label_tokens=targets,
+            label_tokens=data.num_targets,
             trained=self._trained,
         )
         self._steps += 1
-        self._tokens += data.num_tokens
+        self._tokens += tokens
+        self._here += data.num_tokens
         self._slots += sum(batch.tokens for batch in data.microbatches)
         self._seconds += seconds
         self._data_seconds += data_seconds
-        self._model_flops += flops.model
-        self._executed_flops += flops.executed
+        self._model_flops += flops.model / self._context_ranks
+        self._executed_flops += flops.executed / self._context_ranks
         before = seconds if self._smooth_seconds is None else self._smooth_seconds
         self._smooth_seconds = ETA_MEMORY * before + (1 - ETA_MEMORY) * seconds
 
@@ -65,11 +76,11 @@ class Throughput:
         rate = self._tokens / self._seconds
         values = {
             "perf/tokens_per_second": rate,
-            "perf/tokens_per_second_per_device": rate,
+            "perf/tokens_per_second_per_device": rate / self._ranks,
             "perf/step_seconds": self._seconds / self._steps,
             "perf/data_seconds": self._data_seconds / self._steps,
             "memory/peak_bytes": peak_memory_bytes(self._device),
-            "data/efficiency": self._tokens / self._slots,
+            "data/efficiency": self._here / self._slots,
         }
         if self._peak is not None:
             values["perf/mfu"] = self._model_flops / self._seconds / self._peak.flops_per_second
@@ -78,5 +89,5 @@ class Throughput:
         return values
 
     def _reset(self) -> None:
-        self._steps = self._tokens = self._slots = 0
+        self._steps = self._tokens = self._here = self._slots = 0
         self._seconds = self._data_seconds = self._model_flops = self._executed_flops = 0.0
