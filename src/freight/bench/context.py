@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     "groups": 4,
     "head_dim": 64,
     "dtype": "fp32",
-    "portions": 2,
+    "portions": 4,
     "rate_mbit": 200.0,
     "repeats": 7,
 }

@@ -53,18 +53,30 @@ def slow_network(ranks: int, rate_mbit: float) -> Iterator[Network]:
     """
     reason = _missing(rate_mbit)
     if reason:
-        yield Network("loopback", reason, None, ((),) * ranks, "lo")
+        yield _loopback(ranks, reason)
         return
-    _remove_leftovers()
     names = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(ranks)]
     bridge = f"{PREFIX}-{os.getpid()}-bridge"
     with _ends_orderly():
         try:
-            _build(names, bridge, rate_mbit)
-            prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-            yield Network("namespaces", "", rate_mbit, prefixes, INTERFACE)
+            yield _built(names, bridge, rate_mbit)
         finally:
             _remove([*names, bridge])
+
+
+def _loopback(ranks: int, reason: str) -> Network:
+    return Network("loopback", reason, None, ((),) * ranks, "lo")
+
+
+def _built(names: Sequence[str], bridge: str, rate_mbit: float) -> Network:
+    """The network; loopback where the machine forbids it, as containers may even to root."""
+    try:
+        _remove_leftovers()
+        _build(names, bridge, rate_mbit)
+    except OSError as error:
+        return _loopback(len(names), str(error))
+    prefixes = tuple(("ip", "netns", "exec", name) for name in names)
+    return Network("namespaces", "", rate_mbit, prefixes, INTERFACE)
 
 
 def _missing(rate_mbit: float) -> str:

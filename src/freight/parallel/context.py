@@ -61,7 +61,7 @@ class ContextAttention:
         local: LocalAttention,
         *,
         overlap: bool = True,
-        head_portions: int = 2,
+        head_portions: int = 4,
     ) -> None:
         axis = mesh[Axis.CP]
         self.choice, self.local, self.overlap = choice, local, overlap
