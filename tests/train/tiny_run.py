@@ -65,7 +65,7 @@ def documents(count: int = 10, seed: int = 0) -> InMemoryDocuments:
     )
 
 
-def prepared(config: Config) -> Prepared:
+def prepared(config: Config, world: World = WORLD) -> Prepared:
     """As `prepare`, with documents in memory."""
     arch = architecture_for(config)
     seed = data_seed(config.data, config.train.seed)
@@ -74,9 +74,16 @@ def prepared(config: Config) -> Prepared:
     if config.data.validation is not None:
         validation = pack_in_memory(documents(6, seed=1), config.data, seed, shuffle=False)
     plan = resolve(
-        config, arch, data=data_facts(rows), hardware=hardware_of(WORLD.device), adapted=targets_for(config, arch)
+        config,
+        arch,
+        world_size=world.size,
+        data=data_facts(rows),
+        hardware=hardware_of(world.device),
+        adapted=targets_for(config, arch),
     )
-    return Prepared(config, arch, rows, validation, plan, build_loader(config, rows, plan).total_steps)
+    data_rank = world.rank // config.parallel.context
+    total_steps = build_loader(config, rows, plan, data_rank).total_steps
+    return Prepared(config, arch, rows, validation, plan, total_steps, data_rank)
 
 
 class TinyRun:
@@ -86,33 +93,42 @@ class TinyRun:
         config: Of the run.
         checkpoint: To resume from.
         on_step: Called with the step's number.
+        world: Of this rank.
     """
 
     def __init__(
-        self, config: Config, *, checkpoint: Path | None = None, on_step: Callable[[int], None] = lambda _: None
+        self,
+        config: Config,
+        *,
+        checkpoint: Path | None = None,
+        on_step: Callable[[int], None] = lambda _: None,
+        world: World = WORLD,
     ) -> None:
         assert config.log.dir is not None
         run_dir = Path(config.log.dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.lines: list[str] = []
         self.metrics: dict[int, dict[str, float]] = {}
-        ready = prepared(config)
-        with build(ready, WORLD) as self.trainable:
-            pass  # nothing here is kept on a tier
+        ready = prepared(config, world)
+        self._building = build(ready, world)
+        self.trainable = self._building.__enter__()
 
         def show_step(step: int, total: int | None, metrics: Any, eta: float | None) -> None:
             self.metrics[step] = dict(metrics)
             on_step(step)
 
         directory = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
-        record = RunRecord(run_dir, self.lines.append, ready.total_steps)
-        self.loop = Loop(ready, self.trainable, WORLD, record, directory, show_step)
+        record = RunRecord(run_dir, self.lines.append, ready.total_steps, mute=not world.first)
+        self.loop = Loop(ready, self.trainable, world, record, directory, show_step)
         if checkpoint is not None:
             self.loop.resume(checkpoint)
 
     def run(self) -> TrainResult:
-        with StopSignals() as signals:
-            return self.loop.run(signals)
+        try:
+            with StopSignals() as signals:
+                return self.loop.run(signals)
+        finally:
+            self._building.__exit__(None, None, None)
 
     def values(self, name: str) -> list[float]:
         return [metrics[name] for metrics in self.metrics.values()]

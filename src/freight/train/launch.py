@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -147,7 +147,7 @@ def launched(timeout_seconds: int = 600) -> Iterator[World]:
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
-        yield world
+        yield replace(world, rank=dist.get_rank(), size=dist.get_world_size())
         return
     # Saved state is gathered by gloo on any device. A world of one needs no rendezvous, so no port and no file.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
