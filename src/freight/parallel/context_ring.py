@@ -172,9 +172,11 @@ class RingKeys:
         return self._post(sent, received, (self.rank - 1) % self.ranks)
 
     def _post(self, sent: list[Message], received: Tensor | None, source: int) -> _Arrival:
-        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sent]
+        # Receiving first: gloo sends at twice the rate to a rank that already waits for the message.
+        operations = []
         if received is not None:
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sent]
         works = dist.batch_isend_irecv(operations) if operations else []
         arrival = _Arrival(works, received, *(x for x, _ in sent))
         if not self.overlap:
