@@ -9,6 +9,7 @@ import pytest
 from freight.config.aliases import ALIASES, LACKING
 from freight.config.keys import known
 from freight.config.load import load_config
+from freight.config.reference import _DERIVED
 from freight.config.schema import Config
 from freight.errors import ConfigError
 from tests.config.example import example, put, write
@@ -23,7 +24,7 @@ def loaded(folder, raw, *overrides, **options):
 def test_every_alias_names_a_key_that_exists_and_none_is_a_key_itself():
     for name, alias in ALIASES.items():
         path = tuple(alias.key.split("."))
-        assert known(Config, path) or path[-1] in ("per_device_train_batch_size", "gradient_accumulation_steps"), name
+        assert known(Config, path) or alias.key in _DERIVED, name
         assert not known(Config, (name,)), name
     assert not set(ALIASES) & set(LACKING)
 
@@ -102,13 +103,64 @@ def test_features_that_are_not_there_are_dropped_when_off_and_refused_when_on(tm
     assert len(notices) == 4
     assert notices[0] == "`tp_size: 1` is dropped: tensor parallelism stays off."
     with pytest.raises(ConfigError) as caught:
-        loaded(tmp_path, example(tmp_path) | {"model.tensor_model_parallel_size": 2, "gradient_checkpointing": True})
+        loaded(tmp_path, example(tmp_path) | {"model.tensor_model_parallel_size": 2, "num_moe_experts": 8})
     assert sorted(caught.value.faults) == [
-        "`gradient_checkpointing` (activation recomputation) is not available in this version of Freight; got true; "
-        "remove it.",
         "`model.tensor_model_parallel_size` (tensor parallelism) is not available in this version of Freight; got 2; "
         "remove it.",
+        "`num_moe_experts` (mixture of experts) is not available in this version of Freight; got 8; remove it.",
     ]
+
+
+DEEPSPEED = {
+    "ds_sequence_parallel_size": 4,
+    "ds_sequence_parallel_fpdt": True,
+    "ds_sequence_parallel_fpdt_chunk_size": 32,
+    "ds_sequence_parallel_fpdt_offloading": True,
+    "fpdt_FFN_chunk_size": 4,
+}
+
+
+def test_deepspeed_streams_in_our_words(tmp_path):
+    config, notices = loaded(tmp_path, example(tmp_path) | DEEPSPEED)
+    assert config.parallel.context == 4 and config.parallel.context_method == "ulysses"
+    assert config.fpdt is not None and config.fpdt.offload == "host"
+    assert (config.fpdt.chunk_tokens, config.fpdt.ffn_chunk_tokens) == (32, 16)
+    assert notices == [
+        "`ds_sequence_parallel_size` is read as `parallel.context: 4`.",
+        "`ds_sequence_parallel_fpdt` is read as `fpdt: {}`.",
+        "`ds_sequence_parallel_fpdt_chunk_size` is read as `fpdt.chunk_tokens: 32`.",
+        '`ds_sequence_parallel_fpdt_offloading` is read as `fpdt.offload: "host"`.',
+        "`fpdt_FFN_chunk_size` 4 tokens of a rank x `parallel.context` 4 = `fpdt.ffn_chunk_tokens: 16`.",
+    ]
+
+
+def test_deepspeeds_switch_off_takes_its_sizes_along(tmp_path):
+    off = DEEPSPEED | {"ds_sequence_parallel_fpdt": False, "ds_sequence_parallel_size": 1}
+    config, notices = loaded(tmp_path, example(tmp_path) | off)
+    assert config == loaded(tmp_path, example(tmp_path))[0]
+    assert notices[-1] == "`fpdt_FFN_chunk_size: 4` is dropped: ds_sequence_parallel_fpdt is false."
+
+
+def test_ranks_and_memory_of_other_trainers(tmp_path):
+    raw = example(tmp_path) | {
+        "context_parallel_size": 2,
+        "cp_comm_type": "p2p",
+        "data_parallel_size": -1,
+        "distributed_timeout_minutes": 30,
+        "activations_checkpoint_granularity": "full",
+        "activations_checkpoint_method": "uniform",
+        "activations_checkpoint_num_layers": 1,
+        "cpu_offloading": True,
+    }
+    config, _ = loaded(tmp_path, raw)
+    assert (config.parallel.context, config.parallel.context_method) == (2, "ring")
+    assert config.parallel.data_shard is None and config.parallel.timeout_seconds == 1800
+    assert config.recompute is not None and config.offload.layer_inputs == "host"
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, example(tmp_path) | {"ds_sequence_parallel_size": 4, "parallel": {"context": 2}})
+    assert caught.value.faults == (
+        "`ds_sequence_parallel_size` 4 and `parallel.context` 2 disagree: they are two spellings of one key. Keep one.",
+    )
 
 
 @pytest.mark.parametrize(

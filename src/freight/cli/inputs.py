@@ -27,15 +27,23 @@ ModelPath = Annotated[
 ]
 
 
-def read_config(path: Path, overrides: list[str] | None, *, check_files: bool = True) -> Config:
-    """Load a config; notices about foreign names go to stderr.
+def read_config(
+    path: Path,
+    overrides: list[str] | None,
+    *,
+    check_files: bool = True,
+    world_size: int | None = None,
+    quiet: bool = False,
+) -> Config:
+    """Load a config; notices about foreign names go to stderr unless `quiet`.
 
     Raises:
         ConfigError: All its faults.
     """
     from freight.config.load import load_config
 
-    return load_config(path, overrides or (), notice=remark, check_files=check_files)
+    notice = (lambda _: None) if quiet else remark
+    return load_config(path, overrides or (), notice=notice, check_files=check_files, world_size=world_size)
 
 
 def is_config(path: Path | str) -> bool:

@@ -34,18 +34,23 @@ def train(
     included) plus attention pairs, counted causal and per document. The peak is the device's table value, or on CPU the
     GEMM rate measured at the start.
     """
-    loaded = read_config(config, overrides)
+    from freight.train.launch import this_world
+
+    world = this_world()
+    try:
+        loaded = read_config(config, overrides, world_size=ranks or world.size, quiet=not world.first)
+    except FreightError:
+        _leave_quietly_unless(first=world.first)
+        raise
     if print_config:
         show_config(loaded)
         return
     if ranks is not None and ranks > 1:
         raise typer.Exit(_start_ranks(ranks, loaded, config, overrides, resume, overwrite))
     from freight.train.console import TrainingDisplay
-    from freight.train.launch import this_world
     from freight.train.loop import RunFailed
     from freight.train.loop import train as run
 
-    first = this_world().first
     with TrainingDisplay() as display:
         try:
             result = run(
@@ -58,14 +63,19 @@ def train(
                 progress=display.progress,
             )
         except RunFailed as error:
-            if first:
+            if world.first:
                 complain([str(error)])
             raise typer.Exit(FAILED) from None
         except FreightError:
-            if first:
-                raise
-            raise typer.Exit(WRONG_INPUT) from None  # the first rank says the same
+            _leave_quietly_unless(first=world.first)
+            raise
     raise typer.Exit(result.exit_code)
+
+
+def _leave_quietly_unless(*, first: bool) -> None:
+    """Of several ranks that found the same fault, the first one tells it."""
+    if not first:
+        raise typer.Exit(WRONG_INPUT) from None
 
 
 def _start_ranks(

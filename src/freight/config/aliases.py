@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from freight.config.keys import Path, dotted, either, known, shown
@@ -30,12 +30,14 @@ class Alias:
         convert: Applied to the value when `values` is None; raises ValueError with what is accepted.
         says_default: Our default, which other trainers' configs write without need: it is left unwritten, so that it is
             never called an option without effect.
+        also: Other keys that the name sets, unless its value is `says_default`.
     """
 
     key: str
     values: Mapping[Any, Any] | None = None
     convert: Callable[[Any], Any] | None = None
     says_default: Any = ()
+    also: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,19 @@ def _scale_of(query_pre_attn_scalar: Any) -> float:
     if not query_pre_attn_scalar > 0:
         raise ValueError("a number above 0")
     return 1 / math.sqrt(query_pre_attn_scalar)
+
+
+def _ranks_of(size: Any) -> Any:
+    """-1 is torchtitan's word for the rest."""
+    if isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1):
+        return None if size == -1 else size
+    raise ValueError("a number of ranks, or -1")
+
+
+def _seconds_of(minutes: Any) -> int:
+    if isinstance(minutes, (int, float)) and not isinstance(minutes, bool) and minutes > 0:
+        return max(1, round(minutes * 60))
+    raise ValueError("a number of minutes above 0")
 
 
 def _window_of(window_size: Any) -> Any:
@@ -82,6 +97,10 @@ _ACTIVATION = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "squared-relu": "relu2",
     "relu2": "relu2",
 }  # fmt: skip
+_CONTEXT_METHOD = {
+    "p2p": "ring", "a2a": "ulysses", "a2a+p2p": "hybrid", "all_gather": "all_gather", "allgather": "all_gather",
+}  # fmt: skip
+_FULL_RECOMPUTE = {"full": "full", "selective": "selective", None: None}
 _NORM = {
     "rmsnorm": "rmsnorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "LayerNorm": "layernorm",
 }  # fmt: skip
@@ -178,6 +197,27 @@ ALIASES: Mapping[str, Alias] = {
     ),
     # An unusual pair: true asks for what Freight does anyway.
     "use_flash_attention": Alias("attention.disable", {True: [], False: ["flash", "flash_attn", "cudnn"]}),
+    # Ranks and memory.
+    "context_parallel_size": Alias("parallel.context"),
+    "cp_size": Alias("parallel.context"),
+    "cp_comm_type": Alias("parallel.context_method", _CONTEXT_METHOD),
+    "dp_shard_size": Alias("parallel.data_shard", convert=_ranks_of),
+    "data_parallel_size": Alias("parallel.data_shard", convert=_ranks_of),
+    "distributed_timeout_minutes": Alias("parallel.timeout_seconds", convert=_seconds_of),
+    "gradient_checkpointing": Alias("recompute", {True: {"granularity": "full"}, False: None}),
+    "activations_checkpoint_granularity": Alias("recompute.granularity", _FULL_RECOMPUTE, says_default=None),
+    "recompute_granularity": Alias("recompute.granularity", _FULL_RECOMPUTE, says_default=None),
+    "activations_checkpoint_method": Alias("recompute.method", says_default=None),
+    "recompute_method": Alias("recompute.method", says_default=None),
+    "activations_checkpoint_num_layers": Alias("recompute.num_layers", says_default=None),
+    "recompute_num_layers": Alias("recompute.num_layers", says_default=None),
+    "cpu_offloading": Alias("offload.layer_inputs", {True: "host", False: "none"}, says_default="none"),
+    "ds_sequence_parallel_size": Alias("parallel.context", says_default=1, also={"parallel.context_method": "ulysses"}),
+    "ds_sequence_parallel_fpdt": Alias("fpdt", {True: {}, False: None}),
+    "ds_sequence_parallel_fpdt_chunk_size": Alias("fpdt.chunk_tokens"),
+    "ds_sequence_parallel_fpdt_offloading": Alias("fpdt.offload", {True: "host", False: "none"}),
+    # Counts the tokens of one rank, see `derived_keys.py`.
+    "fpdt_FFN_chunk_size": Alias("fpdt.ffn_chunk_tokens_of_rank"),
     # Resolved together into rows and tokens, see `derived_keys.py`.
     "per_device_train_batch_size": Alias("train.per_device_train_batch_size"),
     "micro_batch_size": Alias("train.per_device_train_batch_size"),
@@ -190,21 +230,10 @@ LACKING: Mapping[str, Lacking] = {
     "pp_size": Lacking("pipeline parallelism", (1, None)),
     "pipeline_model_parallel_size": Lacking("pipeline parallelism", (1, None)),
     "virtual_pipeline_model_parallel_size": Lacking("pipeline parallelism", (None,)),
-    "cp_size": Lacking("context parallelism", (1, None)),
-    "context_parallel_size": Lacking("context parallelism", (1, None)),
     "ep_size": Lacking("expert parallelism", (1, None)),
     "expert_model_parallel_size": Lacking("expert parallelism", (1, None)),
-    "dp_shard_size": Lacking("data parallelism", (1, -1, None)),
     "dp_replicate_size": Lacking("data parallelism", (1, None)),
     "sequence_parallel": Lacking("sequence parallelism", (False, None)),
-    "gradient_checkpointing": Lacking("activation recomputation", (False, None)),
-    "activations_checkpoint_granularity": Lacking("activation recomputation", (None,)),
-    "activations_checkpoint_method": Lacking("activation recomputation", (None,)),
-    "activations_checkpoint_num_layers": Lacking("activation recomputation", (None,)),
-    "recompute_granularity": Lacking("activation recomputation", (None,)),
-    "recompute_method": Lacking("activation recomputation", (None,)),
-    "recompute_num_layers": Lacking("activation recomputation", (None,)),
-    "cpu_offloading": Lacking("offload", (False, None)),
     "overlap_grad_sync": Lacking("communication overlap", (False, None)),
     "overlap_grad_reduce": Lacking("communication overlap", (False, None)),
     "overlap_param_sync": Lacking("communication overlap", (False, None)),
@@ -234,6 +263,9 @@ SECTION_ALIASES: Mapping[tuple[str, str], Alias] = {
     ("sched", "min_lr"): Alias("train.min_lr"),
 }
 # In such a section nothing else is read; why.
+# What stands beside a switch of DeepSpeed that is off.
+_FPDT_PARTS = ("ds_sequence_parallel_fpdt_chunk_size", "ds_sequence_parallel_fpdt_offloading", "fpdt_FFN_chunk_size")
+
 UNREAD_SECTIONS: Mapping[str, str] = {
     "validation_ds": "validation goes by the keys of training",
     "test_ds": "`freight evaluate` takes a file of its own",
@@ -243,7 +275,9 @@ UNREAD_SECTIONS: Mapping[str, str] = {
 def apply_aliases(raw: dict[str, Any], notice: Notice) -> list[str]:
     """Rewrite foreign names in place; returns the faults (a value without a meaning here, spellings that disagree)."""
     faults: list[str] = []
-    for path, value in list(_leaves(raw)):
+    leaves = list(_leaves(raw))
+    fpdt_off = any(path[-1] == "ds_sequence_parallel_fpdt" and value is False for path, value in leaves)
+    for path, value in leaves:
         if known(Config, path) or covers(path) or not isinstance(path[-1], str):
             continue
         name = path[-1].lstrip("-").replace("-", "_")
@@ -254,6 +288,9 @@ def apply_aliases(raw: dict[str, Any], notice: Notice) -> list[str]:
         elif section in UNREAD_SECTIONS:
             _remove(raw, path)
             notice(f"`{dotted(path)}: {shown(value)}` is dropped: {UNREAD_SECTIONS[section]}.")
+        elif fpdt_off and name in _FPDT_PARTS:
+            _remove(raw, path)
+            notice(f"`{dotted(path)}: {shown(value)}` is dropped: ds_sequence_parallel_fpdt is false.")
         elif name in LACKING:
             _remove(raw, path)
             faults += _drop(dotted(path), value, LACKING[name], notice)
@@ -282,26 +319,37 @@ def _rename(raw: dict[str, Any], key: str, value: Any, alias: Alias, notice: Not
             value = alias.convert(value)
         except ValueError as error:
             return [f"`{key}` (read as `{alias.key}`) must be {error}; got {shown(value)}. Use `{alias.key}`."]
-    *parents, last = alias.key.split(".")
-    section: Any = raw
-    for part in parents:
-        if section.get(part) is None:
-            section[part] = {}
-        section = section[part]
-        if not isinstance(section, dict):
-            return [f"`{key}` is read as `{alias.key}`, but `{part}` is no mapping. Write `{alias.key}` instead."]
-    if value == {} and isinstance(section.get(last), dict):
-        value = section[last]
-    if last in section and section[last] != value:
-        return [
-            f"`{key}` {shown(value)} and `{alias.key}` {shown(section[last])} disagree: they are "
-            "two spellings of one key. Keep one."
-        ]
-    if value != alias.says_default:
-        section[last] = value
+    said = value == alias.says_default and type(value) is type(alias.says_default)
+    for ours, of_ours in {alias.key: value, **({} if said else alias.also)}.items():
+        if problem := _write(raw, key, ours, of_ours, only_compare=said):
+            return [problem]
     if known(Config, tuple(alias.key.split("."))):
         notice(f"`{key}` is read as `{alias.key}: {shown(value)}`.")
     return []
+
+
+def _write(raw: dict[str, Any], foreign: str, key: str, value: Any, *, only_compare: bool) -> str | None:
+    """Put a value at one of our keys; a sentence if something else stands there."""
+    *parents, last = key.split(".")
+    section: Any = raw
+    for part in parents:
+        if section.get(part) is None:
+            if only_compare:
+                return None
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
+            return f"`{foreign}` is read as `{key}`, but `{part}` is no mapping. Write `{key}` instead."
+    if value == {} and isinstance(section.get(last), dict):
+        value = section[last]
+    if last in section and section[last] != value:
+        return (
+            f"`{foreign}` {shown(value)} and `{key}` {shown(section[last])} disagree: they are two spellings of one "
+            "key. Keep one."
+        )
+    if not only_compare:
+        section[last] = value
+    return None
 
 
 def _leaves(node: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -1,4 +1,4 @@
-"""Foreign keys that become ours only together with others: sizes per device, an absolute least learning rate."""
+"""Foreign keys that become ours only with others: sizes per device or rank, an absolute least learning rate."""
 
 from __future__ import annotations
 
@@ -63,11 +63,29 @@ def min_lr(raw: dict[str, Any], notice: Notice) -> list[str]:
     return faults
 
 
-def _settle(train: dict[str, Any], key: str, value: int, source: str, wanted: bool) -> list[str]:
+def ffn_chunk(raw: dict[str, Any], notice: Notice) -> list[str]:
+    """Turn the tokens of one rank in a feed-forward chunk, as DeepSpeed counts them, into those of all ranks."""
+    fpdt, parallel = raw.get("fpdt"), raw.get("parallel")
+    if not isinstance(fpdt, dict) or "ffn_chunk_tokens_of_rank" not in fpdt:
+        return []
+    tokens = fpdt.pop("ffn_chunk_tokens_of_rank")
+    context = parallel.get("context", 1) if isinstance(parallel, dict) else 1
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (tokens, context)):
+        return [f"`fpdt_FFN_chunk_size` must be an integer of at least 1; got {shown(tokens)}. Remove it."]
+    faults = _settle(fpdt, "ffn_chunk_tokens", tokens * context, "fpdt_FFN_chunk_size", True, "fpdt")
+    if not faults:
+        notice(
+            f"`fpdt_FFN_chunk_size` {tokens} tokens of a rank x `parallel.context` {context} = "
+            f"`fpdt.ffn_chunk_tokens: {tokens * context}`."
+        )
+    return faults
+
+
+def _settle(section: dict[str, Any], key: str, value: Any, source: str, wanted: bool, name: str = "train") -> list[str]:
     if not wanted:
         return []
-    present = train.setdefault(key, value)
+    present = section.setdefault(key, value)
     if present in (None, value):
-        train[key] = value
+        section[key] = value
         return []
-    return [f"`{source}` gives `train.{key}` {value}, but it is written as {shown(present)}. Keep one of the two."]
+    return [f"`{source}` gives `{name}.{key}` {value}, but it is written as {shown(present)}. Keep one of the two."]

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from freight.config.aliases import apply_aliases
 from freight.config.base import Section
 from freight.config.checks import faults, file_faults, fit_faults
-from freight.config.derived_keys import batch_sizes, min_lr
+from freight.config.derived_keys import batch_sizes, ffn_chunk, min_lr
 from freight.config.keys import Path, fields_of, section_in, shown
 from freight.config.messages import translate
 from freight.config.model import architecture_of
@@ -43,7 +43,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     notice: Callable[[str], None] = lambda _: None,
-    world_size: int = 1,
+    world_size: int | None = None,
     check_files: bool = True,
 ) -> Config:
     """Read, merge, translate and check a configuration.
@@ -52,7 +52,7 @@ def load_config(
         path: YAML file.
         overrides: `section.key=value`, each value in YAML; later ones win.
         notice: Gets one line for every foreign name that was understood.
-        world_size: Data ranks, needed only for sizes that are given per device.
+        world_size: Processes, needed only for sizes that are given per device; None = as many as it asks for.
         check_files: Whether the files that the configuration names must exist.
 
     Raises:
@@ -64,10 +64,20 @@ def load_config(
     found += [*problems, *apply_aliases(over, notice)]
     raw, problems = _merged(written, over)
     found += problems
-    found += batch_sizes(raw, world_size, notice)
+    found += batch_sizes(raw, _data_ranks(raw, world_size), notice)
     found += min_lr(raw, notice)
+    found += ffn_chunk(raw, notice)
     found += take_out(raw)
     return _checked(raw, found, check_files)
+
+
+def _data_ranks(raw: dict[str, Any], world_size: int | None) -> int:
+    """Ranks with microbatches of their own, as far as a configuration that is not yet checked tells."""
+    parallel = raw.get("parallel")
+    context, data = (parallel.get(key) if isinstance(parallel, dict) else None for key in ("context", "data_shard"))
+    if world_size is not None:
+        return max(1, world_size // context) if isinstance(context, int) and context > 0 else world_size
+    return data if isinstance(data, int) and data > 0 else 1
 
 
 def config_from(raw: dict[str, Any], *, check_files: bool = False) -> Config:

@@ -61,6 +61,13 @@ SECTIONS: dict[str, type[Section]] = {
     "log.profile": ProfileConfig,
 }
 
+# What becomes a key of ours only together with others -> where it ends up.
+_DERIVED = {
+    "train.per_device_train_batch_size": "train.micro_batch_tokens",
+    "train.gradient_accumulation_steps": "train.micro_batch_tokens",
+    "fpdt.ffn_chunk_tokens_of_rank": "fpdt.ffn_chunk_tokens",
+}
+
 _HEAD = """\
 # Configuration
 
@@ -160,7 +167,7 @@ def _aliases() -> str:
         "|---|---|",
     ]
     for name, alias in ALIASES.items():
-        ours = alias.key if known(Config, tuple(alias.key.split("."))) else "train.micro_batch_tokens"
+        ours = alias.key if known(Config, tuple(alias.key.split("."))) else _DERIVED[alias.key]
         lines.append(f"| `{name}` | `{ours}` |")
     lines += [
         "",

@@ -7,14 +7,24 @@ from collections.abc import Iterator
 from freight.config.schema import Config
 from freight.parallel.context_method import ContextMethod
 from freight.planner.execution import ExecutionPlan
+from freight.planner.tier_space import amount
 
 
-def execution_words(execution: ExecutionPlan, config: Config) -> Iterator[str]:
-    """Ranks, context parallelism, recomputation and streaming; nothing where all is plain."""
+def execution_words(execution: ExecutionPlan, config: Config, device: str) -> Iterator[str]:
+    """Ranks, context parallelism, recomputation and streaming; nothing where all is plain.
+
+    Args:
+        execution: The plan.
+        config: It was made of.
+        device: `cpu` or `cuda`.
+    """
     yield from _rank_words(execution)
     yield from _context_words(execution, config)
     yield from _recompute_words(execution)
     yield from _stream_words(execution)
+    if execution.tier == "host" and device == "cpu":
+        key = "fpdt.offload" if execution.stream is not None else "offload.layer_inputs"
+        yield f"`{key}: host` on a CPU device costs a copy and saves nothing; `disk` would"
 
 
 def _rank_words(execution: ExecutionPlan) -> Iterator[str]:
@@ -81,4 +91,4 @@ def _stream_words(execution: ExecutionPlan) -> Iterator[str]:
 
 
 def _tier_bytes(execution: ExecutionPlan) -> str:
-    return "" if execution.tier == "none" else f": {execution.tier_bytes / 2**30:.2f} GiB per rank"
+    return "" if execution.tier == "none" else f": {amount(execution.tier_bytes)} per rank"

@@ -19,7 +19,7 @@ def plan_words(plan: Plan) -> list[str]:
     return [
         *_model_words(plan),
         *_adapter_words(plan),
-        *execution_words(plan.execution, plan.config),
+        *execution_words(plan.execution, plan.config, plan.hardware.device),
         *_data_words(plan),
         *_step_words(plan),
         *_train_words(plan),

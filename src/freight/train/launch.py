@@ -168,6 +168,16 @@ def device_bytes(device: torch.device) -> int | None:
     return _memory_bytes()
 
 
+def free_host_bytes() -> int | None:
+    """Memory of this machine that programs can still take, caches that the system would give up included."""
+    try:
+        with Path("/proc/meminfo").open() as lines:
+            kibibytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return int(kibibytes) * 1024
+
+
 def environment() -> dict[str, Any]:
     """Versions, devices and threads, for `freight env`, bug reports and the run folder."""
     return {

@@ -28,7 +28,10 @@ def failure_of(error: BaseException, place: str) -> str:
         return words
     if not _from_a_lost_peer(error):
         return announce(error, place)
-    return _announced() or f"rank {dist.get_rank()} lost another rank {place}: {words}"
+    return _announced() or (
+        f"rank {dist.get_rank()} lost another rank {place}: it was ended, or did not answer in time. Its own output "
+        "and the system's log (out of memory?) say more; then go on with --resume auto."
+    )
 
 
 def announce(error: BaseException, place: str) -> str:

@@ -32,7 +32,8 @@ from freight.ops.attention_backends import hardware_of
 from freight.parallel.mesh import build_mesh
 from freight.planner.execution import world_faults
 from freight.planner.resolve import Plan, data_facts, resolve
-from freight.train.launch import World, device_bytes
+from freight.planner.tier_space import tier_faults
+from freight.train.launch import World, device_bytes, free_host_bytes
 from freight.train.optimizer import build_optimizer
 from freight.train.schedule import phases
 
@@ -102,6 +103,9 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
         device_bytes=device_bytes(world.device),
         adapted=adapted,
     )
+    space = {"ranks_per_node": world.ranks_per_node, "host_bytes": free_host_bytes()}
+    if faults := list(tier_faults(plan.execution, config, arch, **space)):
+        raise ConfigError(*faults)
     total_steps = build_loader(config, rows, plan, data_rank).total_steps
     phases(total_steps, config.train.schedule)
     return Prepared(config, arch, rows, validation, plan, total_steps, data_rank)
