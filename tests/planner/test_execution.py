@@ -78,8 +78,8 @@ def test_a_row_is_padded_to_what_the_ranks_need() -> None:
         ),
         (
             {"fpdt": {"chunk_tokens": 1002}, "parallel": {"context": 6, "context_method": "hybrid", "ulysses": 3}},
-            "`fpdt.chunk_tokens` must be a multiple of 12: 6 context ranks come in rows, and a row holds an early and a "
-            "late piece of each chunk; got 1002. Use 996 or 1008.",
+            "`fpdt.chunk_tokens` must be a multiple of 12: 6 context ranks come in rows, and a row holds an early and "
+            "a late piece of each chunk; got 1002. Use 996 or 1008.",
         ),
         (
             {"parallel": {"context": 16, "context_method": "ulysses"}},
