@@ -143,7 +143,7 @@ class Prover:
         """Traces of all ranks, job by job; all jobs have the same ranks."""
         with ThreadPoolExecutor(1) as waiter:
             future = waiter.submit(self.pool.run, run_jobs, jobs[0].case.world, jobs, self.sabotage)
-            what = f"{jobs[0].case.world} rank{'s' * (jobs[0].case.world > 1)}"
+            what = f"running {jobs[0].case.world} rank{'s' * (jobs[0].case.world > 1)}"
             while True:
                 try:
                     by_rank = future.result(timeout=0.5)

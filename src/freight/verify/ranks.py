@@ -159,8 +159,10 @@ def _serve(connection: Any) -> None:
 def _in_group(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, store: Path, seconds: float
 ) -> Any:
+    # On a machine with GPUs groups take tensors of both devices; what is made for CUDA is made when it is first used.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(str(store), world),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world,

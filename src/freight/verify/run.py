@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from freight.assemble.build import build_model
@@ -22,7 +23,7 @@ from freight.nn.decoder import Decoder
 from freight.nn.loss_head import TokenLossHead
 from freight.ops.batch import TokenBatch, TokenRange
 from freight.parallel.data import fill, free_gathered, whole
-from freight.parallel.mesh import batch_axis, build_mesh
+from freight.parallel.mesh import DeviceMesh, batch_axis, build_mesh
 from freight.planner.execution import resolve_execution
 from freight.train import step
 from freight.train.optimizer import build_optimizer
@@ -52,17 +53,20 @@ def run_jobs(jobs: list[Job], sabotage: str | None) -> list[RankTrace]:
     """Run on this rank of a default process group.
 
     Args:
-        jobs: The same on all ranks, one after another.
+        jobs: The same on all ranks, one after another; all on the same mesh.
         sabotage: Name of a fault to run with; None = none.
     """
+    first = jobs[0].case
+    if first.device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
     with sabotaged(sabotage):
-        return [_run(job) for job in jobs]
+        mesh = build_mesh(first.world, first.device, context=first.context_ranks)
+        return [_run(job, mesh) for job in jobs]
 
 
-def _run(job: Job) -> RankTrace:
+def _run(job: Job, mesh: DeviceMesh) -> RankTrace:
     case, trace = job.case, RankTrace()
     config, device = case.config, torch.device(case.device)
-    mesh = build_mesh(case.world, device.type, context=case.context_ranks)
     loader = case.loader(batch_axis(mesh).get_local_rank())
     data = list(loader)
     plan = resolve_execution(config, case.arch, case.microbatch_tokens, world_size=case.world, precision=case.dtype)

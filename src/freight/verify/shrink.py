@@ -8,8 +8,10 @@ steps of accumulation) is kept in kind; how wide a matrix is does not matter for
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from freight.config.architecture import Architecture
 from freight.config.data_checks import algorithm, known_pack_size
@@ -25,6 +27,8 @@ from freight.verify.shrink_model import shrink_model
 from freight.verify.small import Change, Small
 
 MOST_RANKS = 8
+# Where a gradient is rounding alone, AdamW makes a step of it that is rounding / eps.
+LEAST_EPS: Mapping[Dtype, float] = {"fp64": 1e-5, "fp32": 1e-3, "bf16": 1e-1}
 MOST_PARAMETERS = 20_000_000
 MOST_PAIRS = 64_000_000  # numbers of one layer's scores in the reference
 
@@ -74,15 +78,23 @@ def shrink(
         ShrinkError: The small run would still be too large, or what is kept does not fit it.
     """
     _check_keys(keep)
+    if device == "cuda":  # its kernels are what is to be seen
+        keep = {*keep, "model.head_dim"}
     small = Small(config.model_dump(mode="json", by_alias=True, exclude_unset=True), frozenset(keep))
-    data, context, row = _shrink_mesh(small, plan, full_mesh)
+    data, context, row = _shrink_mesh(small, plan, full_mesh, device)
     tokens = _shrink_lengths(small, config, plan, context)
     shrink_model(small, arch, tokens, (context, row), plan)
     _shrink_data(small, config, plan, data, tokens)
-    _shrink_training(small, config)
+    _shrink_training(small, config, dtype)
+    if device == "cpu":
+        _replace_kernels(small)
     if small.get("offload.directory") is not None:
-        small.put("offload.directory", directory, why="a temporary folder")
+        small.fix("offload.directory", directory, why="a temporary folder")
     small.raw = {key: value for key, value in small.raw.items() if key not in ("checkpoint", "log")}
+    for key in sorted(small.keep - small.could_keep):
+        raise ConfigError(
+            f"`--keep {key}` has no effect: verify does not make it small, or sets it itself. Leave it out."
+        )
     try:
         shrunk = config_from(small.raw)
         small_arch = architecture_of(shrunk.model)
@@ -109,7 +121,7 @@ def _names_below(path: Path) -> list[str]:
     return list(fields_of(section)) if section else []
 
 
-def _shrink_mesh(small: Small, plan: ExecutionPlan, full_mesh: bool) -> tuple[int, int, int]:
+def _shrink_mesh(small: Small, plan: ExecutionPlan, full_mesh: bool, device: str) -> tuple[int, int, int]:
     """Data ranks, context ranks, and context ranks of a row that exchange heads."""
     row = 1 if plan.context is None else plan.context.ulysses
     rows = plan.context_ranks // row
@@ -123,6 +135,11 @@ def _shrink_mesh(small: Small, plan: ExecutionPlan, full_mesh: bool) -> tuple[in
     context = small.get("parallel.context", 1)
     if small.get("parallel.data_shard") is not None or plan.data_ranks > 1:
         data = small.put("parallel.data_shard", data, before=plan.data_ranks)
+    if device == "cuda" and context * data > torch.cuda.device_count():
+        raise ShrinkError(
+            f"{context} context x {data} data ranks need as many GPUs; {torch.cuda.device_count()} are here. "
+            "Leave out --device cuda for the exact proof on the CPU."
+        )
     if context * data > MOST_RANKS:
         key = "parallel.context" if context >= data else "parallel.data_shard"
         raise ShrinkError(
@@ -187,9 +204,9 @@ def _shrink_data(small: Small, config: Config, plan: ExecutionPlan, data: int, t
             packing.pop("pack_size", None)
             size = small.put("data.sequence_length", size, before=row)
         if packed_file is not None or config.data.format == "packed":
-            small.put("data.packing.algorithm", "first_fit_shuffle", before=packed_file, why="packed anew")
+            small.fix("data.packing.algorithm", "first_fit_shuffle", before=packed_file, why="packed anew")
         else:
-            small.put("data.packing.algorithm", algorithm(config.data), before=algorithm(config.data))
+            packing["algorithm"] = algorithm(config.data)
     else:
         size = small.put("data.sequence_length", size, before=row)
     kept = ("sequence_length", "packing", "train_on", "seed", "shuffle")
@@ -209,26 +226,36 @@ def _shrink_data(small: Small, config: Config, plan: ExecutionPlan, data: int, t
     small.put("train.global_batch_size", accumulated + (1 if uneven and accumulated > 1 else 0), before=before)
 
 
-def _shrink_training(small: Small, config: Config) -> None:
+def _shrink_training(small: Small, config: Config, dtype: Dtype) -> None:
     train = config.train
-    small.put("train.steps", STEPS)
+    small.fix("train.steps", STEPS)
     for key in ("epochs", "evaluate_every_steps", "max_nonfinite_steps"):
         small.raw["train"].pop(key, None)
-    if small.get("train.schedule") is not None:
-        small.put("train.schedule", {"name": "constant"}, why="three steps")
-    else:
-        small.raw["train"]["schedule"] = {"name": "constant"}
-    small.put("train.optimizer.lr", 0.01, why="so that three steps move the weights")
+    if train.schedule.name != "constant":
+        small.changes.append(Change("train.schedule.name", train.schedule.name, "constant", "three steps"))
+    small.raw["train"]["schedule"] = {"name": "constant"}
+    rate = float(f"{small.get('model.init_std') / 20:.1g}")
+    small.put("train.optimizer.lr", rate, why="so that three steps move the weights")
+    least = LEAST_EPS[dtype]
+    if train.optimizer.eps < least:
+        small.fix("train.optimizer.eps", least, before=train.optimizer.eps, why="else rounding is scaled to a step")
     if train.grad_clip is not None:
         small.put("train.grad_clip", 0.5, before=train.grad_clip, why="so that it cuts")
     if config.fpdt is None:
         small.put("train.loss_chunk_tokens", 7, before=train.loss_chunk_tokens)
     if train.compile:
-        small.put("train.compile", False, why="a kernel, not a schedule")
-    small.put("train.precision", "fp32", before=train.precision, why="float64 on the ranks")
+        small.fix("train.compile", False, why="a kernel, not a schedule")
+    if train.precision != "fp32":
+        small.fix("train.precision", "fp32", before=train.precision, why=f"{dtype} on the ranks")
+    elif dtype != "fp32":
+        small.changes.append(Change("train.precision", "fp32", dtype, "on the ranks"))
+
+
+def _replace_kernels(small: Small) -> None:
+    """Kernels of a device; float64 has its own."""
     for key in ("backend", "disable"):
         if small.get(f"attention.{key}") is not None:
-            small.put(f"attention.{key}", None, why="kernels of a device; float64 has its own")
+            small.fix(f"attention.{key}", None, why="kernels of a device; float64 has its own")
 
 
 def _refuse_large(arch: Architecture, config: Config) -> None:

@@ -30,12 +30,13 @@ def shrink_model(small: Small, arch: Architecture, tokens: int, ranks: tuple[int
     _shrink_heads(small, arch, ranks, plan)
     small.put("model.ffn_hidden_size", 16)
     small.put("model.vocab_size", 64)
-    small.put("model.init_std", 0.3, before=arch.init_std, why="so that attention is uneven")
+    spread = round(1.5 / math.sqrt(small.get("model.hidden_size")), 3)
+    small.fix("model.init_std", spread, before=arch.init_std, why="so that attention is uneven")
     for key in ("attention_softcap", "final_softcap"):
         if getattr(arch, key) is not None:
-            small.put(f"model.{key}", 3.0, why="so that it bends")
+            small.fix(f"model.{key}", 3.0, why="so that it bends")
     if arch.clip_qkv is not None:
-        small.put("model.clip_qkv", 1.0, why="so that it cuts")
+        small.fix("model.clip_qkv", 1.0, why="so that it cuts")
     _shrink_positions(small, arch, tokens)
     _shrink_adapter(small, arch, layers)
 

@@ -35,11 +35,13 @@ class Small:
         raw: Keys as a file would have them.
         keep: Keys that stay as they are.
         changes: What has been changed so far.
+        could_keep: Keys that were, or would have been, made small.
     """
 
     raw: dict[str, Any]
     keep: frozenset[str]
     changes: list[Change] = field(default_factory=list)
+    could_keep: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of a dotted key; the default where it is not written or null."""
@@ -49,10 +51,14 @@ class Small:
         return default if node is None else node
 
     def put(self, key: str, value: Any, *, before: Any = None, why: str = "") -> Any:
-        """Change a key unless it is kept; returns what it has now. None takes the key away."""
+        """Make a key small unless it is kept; returns what it has now."""
         old = self.get(key, before)
-        if key in self.keep and old is not None:
-            value = old
+        self.could_keep.add(key)
+        return self.fix(key, old if key in self.keep and old is not None else value, before=before, why=why)
+
+    def fix(self, key: str, value: Any, *, before: Any = None, why: str = "") -> Any:
+        """Change a key that cannot be kept; returns what it has now. None takes the key away."""
+        old = self.get(key, before)
         *parents, last = key.split(".")
         node = self.raw
         for part in parents:
