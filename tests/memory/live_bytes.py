@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +27,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {t.untyped_storage()._cdata for t in _dense((args, kwargs))}
         result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and self._counts(tensor):
+        for tensor in _dense(result):
+            if self._counts(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in given:
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -40,3 +41,8 @@ class LiveBytes(TorchDispatchMode):
         """Bytes alive."""
         self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
         return sum(size for _, size in self._alive.values())
+
+
+def _dense(tree: Any) -> list[Tensor]:
+    """Tensors with a storage; a sparse one is two others."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]

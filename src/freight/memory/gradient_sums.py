@@ -25,17 +25,23 @@ class GradientSums:
         found = torch.autograd.grad(outputs, [*asked, *self._parameters], grads, allow_unused=True)
         for i, grad in enumerate(found[len(asked) :]):
             if grad is not None:
-                total = self._sums[i]
-                if total is None:
-                    self._sums[i] = grad.to(working_dtype(grad.dtype), copy=True)
-                else:
-                    total.add_(grad)
+                self._sums[i] = _added(self._sums[i], grad)
         of_inputs = iter(found[: len(asked)])
         return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
 
     def rounded(self) -> list[Tensor | None]:
         """The sums in the parameters' dtypes."""
         return [None if s is None else s.to(p.dtype) for s, p in zip(self._sums, self._parameters, strict=True)]
+
+
+def _added(total: Tensor | None, grad: Tensor) -> Tensor:
+    """The sum with one more gradient, in place; a sparse gradient has one row per token."""
+    dtype = working_dtype(grad.dtype)
+    if not grad.is_sparse:
+        return grad.to(dtype, copy=True) if total is None else total.add_(grad)
+    if total is None:
+        total = torch.zeros(grad.shape, dtype=dtype, device=grad.device)
+    return total.index_add_(0, grad._indices()[0], grad._values().to(dtype))
 
 
 class AutocastState:

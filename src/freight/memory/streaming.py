@@ -111,7 +111,8 @@ class _StreamedEmbedding(torch.autograd.Function):
         sums = GradientSums(trained)
         for a, b in ctx.chunks:
             with torch.enable_grad():
-                values = ctx.function(ctx.batch.range(a, b), *weights)
+                # A dense gradient would be one of the largest tensors of all, once per chunk.
+                values = ctx.function(ctx.batch.range(a, b), *weights, sparse=True)
             sums.add([values], [ctx.store.read(grads[0][a:b])], [])
         found = iter(sums.rounded())
         return None, None, None, *(next(found) if weight.requires_grad else None for weight in weights)

@@ -77,12 +77,16 @@ class Decoder(nn.Module):
             weights.append(self.embed_positions.weight)
         return self.blocks[0].run_part("embed", self._embed, batch.range(), *weights)
 
-    def _embed(self, tokens: TokenRange, of_tokens: Tensor, of_positions: Tensor | None = None) -> Tensor:
-        hidden = embedding(tokens.input_ids, of_tokens)
+    def _embed(
+        self, tokens: TokenRange, of_tokens: Tensor, of_positions: Tensor | None = None, *, sparse: bool = False
+    ) -> Tensor:
+        hidden = embedding(tokens.input_ids, of_tokens, sparse=sparse)
         if self.arch.embedding_scale is not None:
             # A tensor of hidden's dtype: models that scale were trained with the factor rounded to it.
             hidden = hidden * torch.full((), self.arch.embedding_scale, dtype=hidden.dtype, device=hidden.device)
-        return hidden if of_positions is None else hidden + embedding(tokens.position_ids, of_positions)
+        if of_positions is None:
+            return hidden
+        return hidden + embedding(tokens.position_ids, of_positions, sparse=sparse)
 
     @property
     def head_weight(self) -> Tensor:

@@ -15,18 +15,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, *, sparse: bool = False) -> Tensor:
     """`weight[ids]`.
 
     Args:
         ids: int64 `[tokens]`.
         weight: `[rows, hidden]`.
+        sparse: The gradient is a sparse tensor of one row per id, for those who sum many of them up themselves.
 
-    Gradient: dense, accumulated in float32 at least, rounded once to the weight's dtype.
+    Gradient: dense if not sparse, accumulated in float32 at least, rounded once to the weight's dtype.
     """
-    if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
+    if not sparse and weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
         return _Embedding.apply(ids, weight)  # pyright: ignore[reportReturnType]
-    return F.embedding(ids, weight)
+    return F.embedding(ids, weight, sparse=sparse)
 
 
 class _Embedding(torch.autograd.Function):
