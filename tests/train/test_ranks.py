@@ -62,6 +62,8 @@ def test_a_run_on_ranks_equals_that_of_one_process(
             straight.evaluation.documents,
         )
         assert outcome.exit_code == 0
+    balances = [step.get("context/balance") for step in first.metrics.values()]
+    assert all(b is None for b in balances) if "context" not in sections.get("parallel", {}) else min(balances) > 0.5
     assert all(not other.lines and not other.metrics for other in others), "only the first rank speaks"
 
 

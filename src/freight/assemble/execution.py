@@ -5,6 +5,8 @@ The plan is integers that every rank finds alike; this makes of it the objects t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Self, cast
 
 import torch
@@ -20,6 +22,7 @@ from freight.ops.attention import LocalAttention
 from freight.ops.batch import TokenBatch
 from freight.ops.layout import LayoutKind, SequenceLayout
 from freight.ops.protocols import AttentionCore, BlockRunner, HeadTransport, TensorStore
+from freight.ops.shard_plan import balance, pairs_by_share
 from freight.ops.streamed_cross_entropy import RowStream
 from freight.parallel.context import ContextAttention
 from freight.parallel.head_transport import UlyssesTransport
@@ -37,6 +40,7 @@ class Execution:
         core: Attention between tokens.
         runner: Executes blocks.
         store: Keeps what backward needs; None if everything stays where it is.
+        windows: Sliding window of every layer; None = full attention.
     """
 
     def __init__(
@@ -46,9 +50,10 @@ class Execution:
         core: AttentionCore | ContextAttention,
         runner: BlockRunner,
         store: TensorStore | None,
+        windows: Sequence[int | None],
     ) -> None:
         self.plan, self.core, self.runner, self.store = plan, core, runner, store
-        self._rank = rank
+        self._rank, self._windows = rank, windows
 
     @property
     def loss_stream(self) -> RowStream | None:
@@ -67,10 +72,14 @@ class Execution:
         """This rank's part of a microbatch."""
         if self.plan.context is None:
             return batch
+        return batch.local(self._layout(batch), self._rank)
+
+    def _layout(self, batch: TokenBatch) -> SequenceLayout:
+        """How a microbatch is dealt out to the context ranks."""
         if isinstance(self.core, ContextAttention):
-            return self.core.shard(batch)
-        assert self.plan.stream is not None
-        layout = SequenceLayout(
+            return self.core.layout(batch)
+        assert self.plan.stream is not None and self.plan.context is not None
+        return SequenceLayout(
             LayoutKind.INTERLEAVED,
             batch.stream_tokens,
             self.plan.context_ranks,
@@ -78,14 +87,28 @@ class Execution:
             chunk_tokens=self.plan.stream.chunk_tokens,
             row=self.plan.context.ulysses,
         )
-        return batch.local(layout, self._rank)
 
-    def metrics(self) -> dict[str, float]:
-        """Seconds that computation has waited for the tier since the start; 0 = its transfers are hidden."""
-        if self.store is None or self.store.on_device:
-            return {}
-        name = "fpdt/wait_seconds" if self.plan.stream is not None else "memory/offload_wait_seconds"
-        return {name: self.store.wait_seconds}
+    def metrics(self, batches: Sequence[TokenBatch] = ()) -> dict[str, float]:
+        """How well a step's attention was spread, and seconds that computation has waited for the tier so far.
+
+        Args:
+            batches: Whole microbatches of the step.
+        """
+        metrics = {}
+        if self.plan.context is not None and batches:
+            metrics["context/balance"] = self._balance(batches)
+        if self.store is not None and not self.store.on_device:
+            name = "fpdt/wait_seconds" if self.plan.stream is not None else "memory/offload_wait_seconds"
+            metrics[name] = self.store.wait_seconds
+        return metrics
+
+    def _balance(self, batches: Sequence[TokenBatch]) -> float:
+        """Mean over largest number of attended pairs of the ranks, from integers; 1 = nobody waits."""
+        work = [0] * self.plan.rows
+        for batch, window in product(batches, self._windows):
+            pairs = pairs_by_share(self._layout(batch), batch.cu_seqlens, batch.lengths, window=window)
+            work = [sum(both) for both in zip(work, pairs, strict=True)]
+        return balance(work)
 
     def close(self) -> None:
         """Give the tier back."""
@@ -121,13 +144,14 @@ def build_execution(
     core: AttentionCore | ContextAttention = cast(AttentionCore, local)
     if plan.context is not None and plan.stream is None:
         core = ContextAttention(plan.context, mesh, local, overlap=config.overlap.context)
+    windows = [arch.window_of(layer) for layer in range(arch.num_layers)]
     if plan.runner == "plain":
-        return Execution(plan, rank, core, PlainRunner(), None)
+        return Execution(plan, rank, core, PlainRunner(), None, windows)
     transport = _transport(plan, arch, mesh) if plan.stream is not None else None
     store = open_store(plan.tier, plan.slabs, device=device, directory=config.offload.directory)
     if plan.stream is None:
-        return Execution(plan, rank, core, RecomputeRunner(store, config.offload.prefetch_groups), store)
-    return Execution(plan, rank, core, StreamingRunner(plan.stream, store, local, transport), store)
+        return Execution(plan, rank, core, RecomputeRunner(store, config.offload.prefetch_groups), store, windows)
+    return Execution(plan, rank, core, StreamingRunner(plan.stream, store, local, transport), store, windows)
 
 
 def local_attention(config: AttentionConfig) -> LocalAttention:

@@ -45,6 +45,7 @@ from freight.train.setup import Prepared, ProgressCallback, Trainable, build, pr
 from freight.train.signals import StopSignals
 from freight.train.step import StepResult, train_step
 from freight.train.throughput import Throughput
+from freight.train.warm_up import warm_up
 
 StepDisplay = Callable[[int, int | None, Mapping[str, float], float | None], None]
 
@@ -259,7 +260,10 @@ class Loop:
         """Train until the last step or a signal."""
         self._record.open(self._config, self._resumed_step)
         self._record.status("running", self._counters.step)
+        stream = self._prepared.plan.execution.stream
         try:
+            if stream is not None:
+                warm_up(self._trainable, stream.chunk_tokens)
             # A signal stops a run without its evaluation; one that was made is not repeated after a resume.
             if self._world.on_first(lambda: self._record.evaluated(self._counters.step)):
                 self._evaluated_step = self._counters.step
@@ -333,7 +337,7 @@ class Loop:
             "train/tokens": counters.tokens,
             "train/targets": result.num_targets,
             **self._throughput.metrics(),
-            **self._trainable.execution.metrics(),
+            **self._trainable.execution.metrics(data.microbatches),
         }
         self._record.metrics(counters.step, metrics)
         if self._world.first:
