@@ -65,7 +65,12 @@ def test_without_a_cap_it_is_a_plain_step_and_a_margin(monkeypatch: pytest.Monke
     monkeypatch.setattr(streaming, "attempt_in_processes", made_up())
     result = run({**TINY, "margin_bytes": 500_000, "real_shape": True})
     assert result["cap"] == 1_000_000 + 256 * 1000 + 500_000
-    assert result["real_shape"]["length_ratio_vs_best"] > 1 and "throughput_ratio_vs_best" not in result
+    real = result["real_shape"]
+    assert (
+        real["max_tokens_c"] == 8 * real["max_tokens_b"]
+        and real["length_ratio_is_at_least"]
+        and "throughput_ratio_vs_best" not in result
+    )
 
 
 def test_what_ends_for_want_of_time_is_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
