@@ -158,6 +158,10 @@ def test_the_plan_is_told_in_words() -> None:
     assert "`fpdt.offload: host` on a CPU device costs a copy and saves nothing; `disk` would" in words
     ring = config(65536, parallel={"context": 4, "context_method": "ring"}, overlap={"context": False})
     words = "\n".join(execution_words(resolve_execution(ring, arch_of(ring), 65536), ring, "cuda"))
-    assert "keys and values circle over 4 ranks" in words and "every message is waited for" in words
+    assert (
+        "circle over 4 ranks" in words
+        and "balance of one full document 1.00" in words
+        and "every message is waited for" in words
+    )
     plain = config(65536)
     assert not list(execution_words(resolve_execution(plain, arch_of(plain), 65536), plain, "cpu"))

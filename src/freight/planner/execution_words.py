@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from freight.config.schema import Config
+from freight.ops.layout import LayoutKind, SequenceLayout
+from freight.ops.shard_plan import balance, pairs_by_share
 from freight.parallel.context_method import ContextMethod
 from freight.planner.execution import ExecutionPlan
 from freight.planner.tier_space import amount
@@ -55,7 +57,18 @@ def _context_words(execution: ExecutionPlan, config: Config) -> Iterator[str]:
         ),
     }[choice.method]
     wait = "" if config.overlap.context else "; every message is waited for (overlap.context is false)"
-    yield f"context: {choice.method}: {how}, {lie} ({choice.reason}){wait}"
+    yield f"context: {choice.method}: {how}, {lie} ({choice.reason}){_balance_words(execution)}{wait}"
+
+
+def _balance_words(execution: ExecutionPlan) -> str:
+    """How evenly one document of full length is attended to; nothing where that is even by heads."""
+    choice = execution.context
+    if choice is None or execution.rows == 1 or execution.stream is not None:
+        return ""
+    kind = LayoutKind.CONTIGUOUS if choice.contiguous else LayoutKind.ZIGZAG_DOCUMENT
+    layout = SequenceLayout(kind, execution.tokens, execution.context_ranks, row=choice.ulysses)
+    pairs = pairs_by_share(layout, (0, layout.tokens), (execution.tokens,))
+    return f"; balance of one full document {balance(pairs):.2f}"
 
 
 def _recompute_words(execution: ExecutionPlan) -> Iterator[str]:
