@@ -35,10 +35,13 @@ def verify(
     Also exits with 3 if a rank failed, and with 4 if the twin would be too large for this machine.
     """
     checked = _dtype_on(device, dtype)
-    loaded = read_config(config, overrides, check_files=False)
+    loaded = read_config(config, overrides, check_files=False, world_size=ranks)
     import torch
 
+    from freight.assemble.adapters import targets_for
     from freight.assemble.build import architecture_for
+    from freight.config.checks import fit_faults
+    from freight.config.model_checks import architecture_faults
     from freight.train.console import Progress
     from freight.verify.prove import Prover
     from freight.verify.ranks import RankError, RankPool
@@ -48,12 +51,16 @@ def verify(
     from freight.verify.shrink import MOST_RANKS, ShrinkError
 
     check_sabotage(sabotage, loaded)
+    arch = architecture_for(loaded)
+    if faults := [*architecture_faults(arch), *fit_faults(loaded, arch)]:
+        raise ConfigError(*faults)
+    targets_for(loaded, arch)
     torch.set_num_threads(1)  # the reference's tensors are too small to share
     try:
         with RankPool(MOST_RANKS, loaded.parallel.timeout_seconds) as pool, Progress() as progress:
             proof = Prover(pool, sabotage, progress).prove(
                 loaded,
-                architecture_for(loaded),
+                arch,
                 ranks=ranks,
                 keep=keep or (),
                 full_mesh=full_mesh,

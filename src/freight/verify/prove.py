@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 
 from freight.config.architecture import Architecture
+from freight.config.data_checks import known_pack_size
 from freight.config.schema import Config
 from freight.planner.execution import resolve_execution
 from freight.verify.case import Case, Dtype, drawn_weights, moved
@@ -30,6 +31,7 @@ from freight.verify.trace import RankTrace, Trace, joined, whole_losses
 
 Progress = Callable[[int, int, str], None]
 PERTURBED = 0  # the first document of each microbatch: every other one comes after it
+UNKNOWN_ROW = 8192
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -102,8 +104,7 @@ class Prover:
             ShrinkError: The small run is too large for this machine.
             RankError: A rank failed or did not end in time.
         """
-        tokens = config.train.micro_batch_tokens or _row(config)
-        plan = resolve_execution(config, arch, tokens, world_size=ranks)
+        plan = resolve_execution(config, arch, _microbatch_tokens(config), world_size=ranks)
         with tempfile.TemporaryDirectory(prefix="freight-verify-") as directory:
             shrunk = shrink(
                 config, arch, plan, keep=keep, full_mesh=full_mesh, directory=directory, dtype=dtype, device=device
@@ -186,10 +187,11 @@ class Prover:
         return (), False
 
 
-def _row(config: Config) -> int:
-    from freight.config.data_checks import known_pack_size  # noqa: PLC0415
-
-    return known_pack_size(config.data) or 1
+def _microbatch_tokens(config: Config) -> int:
+    """Tokens of a microbatch; where only a packed file could tell, enough for a few chunks."""
+    chunk = config.fpdt.chunk_tokens if config.fpdt is not None else "auto"
+    unknown = UNKNOWN_ROW if chunk == "auto" else 4 * chunk
+    return config.train.micro_batch_tokens or known_pack_size(config.data) or unknown
 
 
 def _joined(own: list[RankTrace], found: list[Stream]) -> Trace:

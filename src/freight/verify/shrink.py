@@ -27,6 +27,7 @@ from freight.verify.shrink_model import shrink_model
 from freight.verify.small import Change, Small
 
 MOST_RANKS = 8
+OTHER_BATCH_SIZES = ("global_batch_documents", "global_batch_tokens")
 # Where a gradient is rounding alone, AdamW makes a step of it that is rounding / eps.
 LEAST_EPS: Mapping[Dtype, float] = {"fp64": 1e-5, "fp32": 1e-3, "bf16": 1e-1}
 MOST_PARAMETERS = 20_000_000
@@ -218,12 +219,12 @@ def _shrink_data(small: Small, config: Config, plan: ExecutionPlan, data: int, t
     micro = rows * size
     if config.train.micro_batch_tokens is not None:
         small.put("train.micro_batch_tokens", micro)
-    for key in ("global_batch_documents", "global_batch_tokens"):
-        small.raw["train"].pop(key, None)
+    other = [key for key in OTHER_BATCH_SIZES if small.raw["train"].pop(key, None) is not None]
     accumulated = 2 * rows * data
     before = config.train.global_batch_size
     uneven = before is not None and before % max(1, per_microbatch * plan.data_ranks) != 0
-    small.put("train.global_batch_size", accumulated + (1 if uneven and accumulated > 1 else 0), before=before)
+    why = f"in place of {other[0]}" if other else ""
+    small.fix("train.global_batch_size", accumulated + uneven, before=before, why=why)
 
 
 def _shrink_training(small: Small, config: Config, dtype: Dtype) -> None:
@@ -245,10 +246,9 @@ def _shrink_training(small: Small, config: Config, dtype: Dtype) -> None:
         small.put("train.loss_chunk_tokens", 7, before=train.loss_chunk_tokens)
     if train.compile:
         small.fix("train.compile", False, why="a kernel, not a schedule")
-    if train.precision != "fp32":
-        small.fix("train.precision", "fp32", before=train.precision, why=f"{dtype} on the ranks")
-    elif dtype != "fp32":
-        small.changes.append(Change("train.precision", "fp32", dtype, "on the ranks"))
+    small.raw["train"]["precision"] = "fp32"  # the ranks are told theirs beside the configuration
+    if train.precision != dtype:
+        small.changes.append(Change("train.precision", train.precision, dtype))
 
 
 def _replace_kernels(small: Small) -> None:

@@ -87,10 +87,18 @@ def _ropes(arch: Architecture) -> list[RopeConfig]:
 
 
 def _shrink_positions(small: Small, arch: Architecture, tokens: int) -> None:
-    """Positions enough for the longest document, with stretched ranges in the same proportion; windows below it."""
-    positions = small.put("model.max_position_embeddings", 2 * tokens, before=arch.max_position_embeddings)
+    """Windows shorter than documents. Positions cost only where they are learned, and matter where documents are long.
+
+    LongRoPE turns documents above a length by other factors: that length is made small in proportion.
+    """
     if arch.sliding_window is not None:
         small.put("model.sliding_window", max(2, tokens // 6))
+    by_length = any(rope.scaling is not None and rope.scaling.type == "longrope" for rope in _ropes(arch))
+    if arch.position_embedding == "rope" and not by_length:
+        if arch.max_position_embeddings < 2 * tokens:
+            small.fix("model.max_position_embeddings", 2 * tokens, before=arch.max_position_embeddings)
+        return
+    positions = small.put("model.max_position_embeddings", 2 * tokens, before=arch.max_position_embeddings)
     for name in ("rope", "rope_sliding"):
         scaling = small.get(f"model.{name}.scaling")
         if scaling is None:
