@@ -421,12 +421,17 @@ class Loop:
                 self._save_for_good()
             self._saver.finish()
             self._evaluate()
-            message = f"done after step {step}"
+            message = f"done after step {step}{self._next_command()}"
             self._record.status("finished", step, message)
             exit_code = 0
         self._record.report()
         self._record.say(message)
         return TrainResult(exit_code, step, self._record.run_dir, message, self._loss, self._evaluation)
+
+    def _next_command(self) -> str:
+        """What people do with a model that was saved."""
+        run_dir = self._record.run_dir
+        return f"; next: freight export {run_dir} {run_dir}-model" if self._config.checkpoint.save_final else ""
 
     def _warn(self, message: str) -> None:
         self._record.warn(message, self._counters.step)
