@@ -98,3 +98,9 @@ def test_what_is_too_large_exits_with_4(freight: Any) -> None:
     result = freight("ring", "--ranks", "16", "--full-mesh")
     assert result.exit_code == 4
     assert "4 context x 4 data ranks are 16 processes; at most 8 run here" in result.stderr
+
+
+def test_help_has_an_example_and_hides_the_faults() -> None:
+    result = CliRunner().invoke(app, ["verify", "--help"])
+    assert result.exit_code == 0
+    assert "Example: freight verify run.yaml" in result.output and "--sabotage" not in result.output

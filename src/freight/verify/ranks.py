@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 # After one rank has failed, the others may sit in a collective that will never complete.
 GRACE_SECONDS = 5.0
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 
 
 class RankError(RuntimeError):
@@ -34,8 +34,8 @@ class RankError(RuntimeError):
     def summary(self) -> str:
         """One line: which rank failed first, and with what."""
         first = str(self).partition("\nrank ")[0].strip().split("\n")
-        rank, _, rest = first[0].partition(":")
-        return f"{rank} failed: {first[-1].strip() if len(first) > 1 else rest.strip() or first[0]}"
+        rank, colon, rest = first[0].partition(": ")
+        return f"{rank} failed: {first[-1].strip() if len(first) > 1 else rest}" if colon else first[0]
 
 
 class RankPool:
