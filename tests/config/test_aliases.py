@@ -163,6 +163,20 @@ def test_ranks_and_memory_of_other_trainers(tmp_path):
     )
 
 
+def test_what_other_trainers_leave_empty_is_off(tmp_path):
+    empty = dict.fromkeys(("cp_size", "dp_shard_size", "gradient_checkpointing", "cpu_offloading"))
+    config, _ = loaded(tmp_path, example(tmp_path) | empty)
+    plain, _ = loaded(tmp_path, example(tmp_path))
+    for section in ("parallel", "recompute", "offload"):
+        assert getattr(config, section) == getattr(plain, section)
+
+
+def test_a_switch_beside_its_own_section_changes_nothing_there(tmp_path):
+    section = {"granularity": "full", "method": "uniform"}
+    config, _ = loaded(tmp_path, example(tmp_path) | {"gradient_checkpointing": True, "recompute": section})
+    assert config.recompute is not None and config.recompute.model_fields_set == set(section)
+
+
 @pytest.mark.parametrize(
     ("changes", "world", "rows", "tokens"),
     [

@@ -56,8 +56,15 @@ def _scale_of(query_pre_attn_scalar: Any) -> float:
     return 1 / math.sqrt(query_pre_attn_scalar)
 
 
+def _context_of(size: Any) -> Any:
+    """Megatron's null is one rank."""
+    return 1 if size is None else size
+
+
 def _ranks_of(size: Any) -> Any:
     """-1 is torchtitan's word for the rest."""
+    if size is None:
+        return None
     if isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1):
         return None if size == -1 else size
     raise ValueError("a number of ranks, or -1")
@@ -198,20 +205,20 @@ ALIASES: Mapping[str, Alias] = {
     # An unusual pair: true asks for what Freight does anyway.
     "use_flash_attention": Alias("attention.disable", {True: [], False: ["flash", "flash_attn", "cudnn"]}),
     # Ranks and memory.
-    "context_parallel_size": Alias("parallel.context"),
-    "cp_size": Alias("parallel.context"),
+    "context_parallel_size": Alias("parallel.context", convert=_context_of),
+    "cp_size": Alias("parallel.context", convert=_context_of),
     "cp_comm_type": Alias("parallel.context_method", _CONTEXT_METHOD),
     "dp_shard_size": Alias("parallel.data_shard", convert=_ranks_of),
     "data_parallel_size": Alias("parallel.data_shard", convert=_ranks_of),
     "distributed_timeout_minutes": Alias("parallel.timeout_seconds", convert=_seconds_of),
-    "gradient_checkpointing": Alias("recompute", {True: {"granularity": "full"}, False: None}),
+    "gradient_checkpointing": Alias("recompute", {True: {"granularity": "full"}, False: None, None: None}),
     "activations_checkpoint_granularity": Alias("recompute.granularity", _FULL_RECOMPUTE, says_default=None),
     "recompute_granularity": Alias("recompute.granularity", _FULL_RECOMPUTE, says_default=None),
     "activations_checkpoint_method": Alias("recompute.method", says_default=None),
     "recompute_method": Alias("recompute.method", says_default=None),
     "activations_checkpoint_num_layers": Alias("recompute.num_layers", says_default=None),
     "recompute_num_layers": Alias("recompute.num_layers", says_default=None),
-    "cpu_offloading": Alias("offload.layer_inputs", {True: "host", False: "none"}, says_default="none"),
+    "cpu_offloading": Alias("offload.layer_inputs", {True: "host", False: "none", None: "none"}, says_default="none"),
     "ds_sequence_parallel_size": Alias("parallel.context", says_default=1, also={"parallel.context_method": "ulysses"}),
     "ds_sequence_parallel_fpdt": Alias("fpdt", {True: {}, False: None}),
     "ds_sequence_parallel_fpdt_chunk_size": Alias("fpdt.chunk_tokens"),
@@ -262,10 +269,10 @@ SECTION_ALIASES: Mapping[tuple[str, str], Alias] = {
     ("sched", "name"): Alias("train.schedule.name", _SCHEDULE),
     ("sched", "min_lr"): Alias("train.min_lr"),
 }
-# In such a section nothing else is read; why.
 # What stands beside a switch of DeepSpeed that is off.
 _FPDT_PARTS = ("ds_sequence_parallel_fpdt_chunk_size", "ds_sequence_parallel_fpdt_offloading", "fpdt_FFN_chunk_size")
 
+# In such a section nothing else is read; why.
 UNREAD_SECTIONS: Mapping[str, str] = {
     "validation_ds": "validation goes by the keys of training",
     "test_ds": "`freight evaluate` takes a file of its own",
@@ -340,8 +347,9 @@ def _write(raw: dict[str, Any], foreign: str, key: str, value: Any, *, only_comp
         section = section[part]
         if not isinstance(section, dict):
             return f"`{foreign}` is read as `{key}`, but `{part}` is no mapping. Write `{key}` instead."
-    if value == {} and isinstance(section.get(last), dict):
-        value = section[last]
+    present = section.get(last)
+    if isinstance(value, dict) and isinstance(present, dict) and value.items() <= present.items():
+        value = present  # says nothing that is not there
     if last in section and section[last] != value:
         return (
             f"`{foreign}` {shown(value)} and `{key}` {shown(section[last])} disagree: they are two spellings of one "
