@@ -148,6 +148,26 @@ def test_pack_show_and_inspect(tmp_path):
     assert "packed file" in trained.output, trained.output
 
 
+def test_an_npy_file_is_written_inspected_and_converted_back(tmp_path):
+    """The loss mask's meaning is asked for; a file and its conversion hold the same rows."""
+    path, out = config(tmp_path), tmp_path / "packed"
+    written = freight("pack", path, "--output", out, "--format", "npy", "--npy-mask", "token", "--json")
+    assert written.exit_code == 0, written.output
+    (report,) = json.loads(written.stdout)
+    npy = report["output"]
+    assert npy.endswith(".npy")
+    shown = freight("pack", "--inspect", npy, "--npy-mask", "token", "--row", "0")
+    assert shown.exit_code == 0, shown.output
+    asked = freight("pack", "--convert", npy, "--output", tmp_path / "rows.arrow")
+    assert asked.exit_code == 2, asked.output
+    assert "`--npy-mask` must be token or label; it is missing" in asked.stderr
+    back = freight("pack", "--convert", npy, "--output", tmp_path / "rows.arrow", "--npy-mask", "token")
+    assert back.exit_code == 0, back.output
+    again = freight("pack", "--inspect", tmp_path / "rows.arrow", "--row", "0")
+    assert again.exit_code == 0, again.output
+    assert shown.output.splitlines()[-1] == again.output.splitlines()[-1]
+
+
 def test_a_config_json_alone_gives_random_weights(trained, tmp_path):
     exported, bare = tmp_path / "exported", tmp_path / "bare"
     freight("export", trained, exported)
