@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 	$(BIN)/freight demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -156,12 +156,14 @@ def test_an_npy_file_is_written_inspected_and_converted_back(tmp_path):
     (report,) = json.loads(written.stdout)
     npy = report["output"]
     assert npy.endswith(".npy")
-    shown = freight("pack", "--inspect", npy, "--npy-mask", "token", "--row", "0")
+    shown = freight("pack", "--inspect", npy, "--npy-mask", "token", "--pack-sizes", 256, "--row", "0")
     assert shown.exit_code == 0, shown.output
     asked = freight("pack", "--convert", npy, "--output", tmp_path / "rows.arrow")
     assert asked.exit_code == 2, asked.output
     assert "`--npy-mask` must be token or label; it is missing" in asked.stderr
-    back = freight("pack", "--convert", npy, "--output", tmp_path / "rows.arrow", "--npy-mask", "token")
+    back = freight(
+        "pack", "--convert", npy, "--output", tmp_path / "rows.arrow", "--npy-mask", "token", "--pack-sizes", 256
+    )
     assert back.exit_code == 0, back.output
     again = freight("pack", "--inspect", tmp_path / "rows.arrow", "--row", "0")
     assert again.exit_code == 0, again.output
