@@ -1,4 +1,4 @@
-"""The streamed examples mean what the comments beside their keys say, on the ranks of their launch line."""
+"""The streamed examples mean what their comments and the page on FPDT say, on the ranks of their launch line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from freight.config.load import load_config
 from freight.config.model import architecture_of
 from freight.parallel.head_split import HeadSplit
 from freight.planner.execution import ExecutionPlan, resolve_execution
+from freight.planner.tier_space import amount
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("fpdt_*.yaml"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("fpdt_*.yaml"))
+PAGE = ROOT / "docs" / "fpdt.md"
 CHUNKS = {"four": 4, "sixteen": 16}
 
 
@@ -67,3 +70,14 @@ def test_a_step_has_as_many_rows_as_its_comment_says(path: Path) -> None:
     assert config.train.global_batch_tokens is not None and config.data.sequence_length is not None
     rows = int(said(path.read_text(encoding="utf-8"), r"global_batch_tokens: \d+ +# (\d+) rows"))
     assert config.train.global_batch_tokens == rows * config.data.sequence_length
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_the_page_on_fpdt_says_the_same(path: Path) -> None:
+    text, page = path.read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8")
+    plan = plan_of(path, text)
+    assert plan.stream is not None
+    chunks = plan.tokens // plan.stream.chunk_tokens
+    cells = f"{plan.tokens:,} | {plan.world_size} | {chunks} | {amount(plan.tier_bytes)}"
+    assert f"| `examples/{path.name}` | {cells} |" in page
+    assert said(text, r"(torchrun [^\n]*)") in page
