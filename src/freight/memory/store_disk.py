@@ -17,15 +17,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from freight.errors import OffloadError
+from freight.memory.slot_store import SlotStore
 from freight.memory.slots import Slab, Slot, Slots
-from freight.ops.attention_math import working_dtype
-from freight.ops.protocols import Key
 
 FILE_PREFIX = "freight-offload-"
 READERS = 2
@@ -35,7 +34,7 @@ MS_ASYNC = 1  # of msync(2); Python's mmap only has the waiting form
 T = TypeVar("T")
 
 
-class DiskStore:
+class DiskStore(SlotStore[Future[Tensor]]):
     """A `TensorStore` on disk.
 
     Args:
@@ -47,90 +46,37 @@ class DiskStore:
         OffloadError: The directory cannot be written to, or has too little space.
     """
 
-    on_device = False
-
     def __init__(self, slabs: Mapping[str, Slab], device: torch.device, directory: Path) -> None:
-        self.bytes_in = self.bytes_out = 0
+        slots = Slots(slabs)
+        self._file = _MappedFile(directory, max(slots.total_bytes, 1))
+        super().__init__(slots, self._file.memory)
         self.wait_seconds = 0.0
         self._device = device
-        self._slots = Slots(slabs)
-        self._file = _MappedFile(directory, max(self._slots.total_bytes, 1))
         self._writer = ThreadPoolExecutor(1, "freight-write")
         self._readers = ThreadPoolExecutor(READERS, "freight-read")
         self._writing: deque[tuple[Slot, Tensor, Future[None]]] = deque()  # in order; one thread writes them
-        self._reading: dict[int, tuple[Slot, Future[Tensor]]] = {}
 
-    def put(self, key: Key, tensor: Tensor) -> None:
-        """Hand it to the writer."""
-        self.write(self._slots.take(key, tensor.shape, tensor.dtype).view(self._file.memory), tensor)
-
-    def prefetch(self, key: Key) -> None:
-        """Have a reader begin."""
-        self.fetch(self._slots[key].view(self._file.memory))
-
-    def get(self, key: Key) -> Tensor:
-        """A copy on the device, or the tensor itself while it has not left yet."""
-        return self.read(self._slots[key].view(self._file.memory))
-
-    def accumulate(self, key: Key, tensor: Tensor) -> None:
-        """Add on the device, and put the sum."""
-        if key in self._slots:
-            self.put(key, self.get(key) + tensor)
-        else:
-            self.put(key, tensor.to(working_dtype(tensor.dtype), copy=True))
-
-    def free(self, key: Key) -> None:
-        """Give its slot to others; the one writer keeps their order."""
-        if key in self._slots:
-            self._reading.pop(self._slots[key].start, None)
-        self._slots.release(key)
-
-    def lend(self, name: str, like: Tensor, rows: int) -> Tensor:
-        """A tensor in a slot."""
-        return self._slots.lend(name, torch.Size((rows, *like.shape[1:])), like.dtype, self._file.memory)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether its memory is the file's."""
-        return Slots.within(tensor, self._file.memory)
-
-    def write(self, place: Tensor, value: Tensor) -> None:
+    def _send(self, slot: Slot, value: Tensor) -> None:
         """Hand values to the writer."""
-        if not self.holds(place):
-            place.copy_(value)
-            return
         self._settle(WAITING_WRITES - 1)
-        slot, value = Slot.of(place, self._file.memory), value.detach()
-        for start in [start for start, (other, _) in self._reading.items() if other.overlaps(slot)]:
-            del self._reading[start]
         self._writing.append((slot, value, self._writer.submit(self._write, slot, value, _event(value))))
-        self.bytes_out += slot.nbytes
 
-    def fetch(self, place: Tensor) -> None:
+    def _begin(self, slot: Slot) -> Future[Tensor] | None:
         """Have a reader begin, unless the values have not left yet."""
         self._settle(WAITING_WRITES)
-        slot = Slot.of(place, self._file.memory)
         latest = self._latest_write(slot)
-        if slot.start in self._reading or (latest is not None and latest[0] == slot):
-            return
+        if latest is not None and latest[0] == slot:
+            return None
         if latest is not None:
             self._wait(latest[2])  # written in another form than it is read
-        future = self._readers.submit(self._file.read, slot, self._device.type == "cuda")
-        self._reading[slot.start] = slot, future
-        self.bytes_in += slot.nbytes
+        return self._readers.submit(self._file.read, slot, self._device.type == "cuda")
 
-    def read(self, place: Tensor) -> Tensor:
-        """A copy on the device, or the values while they have not left; what the store does not hold, itself."""
-        if not self.holds(place):
-            return place
-        slot = Slot.of(place, self._file.memory)
-        if slot.start in self._reading and self._reading[slot.start][0] != slot:
-            del self._reading[slot.start]  # it was fetched in another form
-        self.fetch(place)
-        if slot.start not in self._reading:
-            latest = self._latest_write(slot)
-            assert latest is not None
-            return latest[1]
-        return self._wait(self._reading.pop(slot.start)[1]).to(self._device, non_blocking=True)
+    def _finish(self, slot: Slot, begun: Future[Tensor] | None) -> Tensor:
+        if begun is not None:
+            return self._wait(begun).to(self._device, non_blocking=True)
+        latest = self._latest_write(slot)
+        assert latest is not None
+        return latest[1]
 
     def settle(self) -> None:
         """Wait for all writes, if the computation is on the CPU and could read what they write."""
@@ -145,14 +91,8 @@ class DiskStore:
         self._writer.shutdown(cancel_futures=True)
         self._readers.shutdown(cancel_futures=True)
         self._writing.clear()
-        self._reading.clear()
+        super().close()
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self, slot: Slot, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is not None:

@@ -8,18 +8,17 @@ with the computation, so no call waits for the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from freight.errors import OffloadError
+from freight.memory.slot_store import SlotStore
 from freight.memory.slots import Slab, Slot, Slots
-from freight.ops.attention_math import working_dtype
-from freight.ops.protocols import Key
 
 
-class HostStore:
+class HostStore(SlotStore[Any]):
     """A `TensorStore` in host memory.
 
     Args:
@@ -30,87 +29,32 @@ class HostStore:
         OffloadError: There is not that much memory.
     """
 
-    on_device = False
-
     def __init__(self, slabs: Mapping[str, Slab], device: torch.device) -> None:
-        self.bytes_in = self.bytes_out = 0
-        self._slots = Slots(slabs)
+        slots = Slots(slabs)
         try:
-            self._memory = torch.empty(self._slots.total_bytes, dtype=torch.uint8)
+            memory = torch.empty(slots.total_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise OffloadError(
-                f"`offload` to host memory needs {self._slots.total_bytes} bytes, which cannot be allocated. "
+                f"`offload` to host memory needs {slots.total_bytes} bytes, which cannot be allocated. "
                 "Use `disk`, or a shorter row."
             ) from error
+        super().__init__(slots, memory)
         self._copies: _CudaCopies | _PlainCopies = (
-            _CudaCopies(device, self._memory) if device.type == "cuda" else _PlainCopies()
+            _CudaCopies(device, memory) if device.type == "cuda" else _PlainCopies()
         )
-        self._fetched: dict[int, tuple[Slot, Any]] = {}
 
     @property
     def wait_seconds(self) -> float:
         """Time that the computation waited for copies."""
         return self._copies.wait_seconds()
 
-    def put(self, key: Key, tensor: Tensor) -> None:
-        """Copy it to its slot."""
-        self.write(self._slots.take(key, tensor.shape, tensor.dtype).view(self._memory), tensor)
+    def _send(self, slot: Slot, value: Tensor) -> None:
+        self._copies.out(value, slot.view(self._memory))
 
-    def prefetch(self, key: Key) -> None:
-        """Begin to copy it to the device."""
-        self.fetch(self._slots[key].view(self._memory))
+    def _begin(self, slot: Slot) -> Any:
+        return self._copies.begin(slot.view(self._memory))
 
-    def get(self, key: Key) -> Tensor:
-        """A copy on the device."""
-        return self.read(self._slots[key].view(self._memory))
-
-    def accumulate(self, key: Key, tensor: Tensor) -> None:
-        """Add on the device, and put the sum."""
-        if key in self._slots:
-            self.put(key, self.get(key) + tensor)
-        else:
-            self.put(key, tensor.to(working_dtype(tensor.dtype), copy=True))
-
-    def free(self, key: Key) -> None:
-        """Give its slot to others."""
-        if key in self._slots:
-            self._fetched.pop(self._slots[key].start, None)
-        self._slots.release(key)
-
-    def lend(self, name: str, like: Tensor, rows: int) -> Tensor:
-        """A tensor in a slot."""
-        return self._slots.lend(name, torch.Size((rows, *like.shape[1:])), like.dtype, self._memory)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether its memory is the store's."""
-        return Slots.within(tensor, self._memory)
-
-    def write(self, place: Tensor, value: Tensor) -> None:
-        """Copy values to a place."""
-        if not self.holds(place):
-            place.copy_(value)
-            return
-        slot = Slot.of(place, self._memory)
-        for start in [start for start, (other, _) in self._fetched.items() if other.overlaps(slot)]:
-            del self._fetched[start]
-        self._copies.out(value.detach(), place)
-        self.bytes_out += slot.nbytes
-
-    def fetch(self, place: Tensor) -> None:
-        """Begin to copy a place to the device."""
-        slot = Slot.of(place, self._memory)
-        if slot.start not in self._fetched:
-            self._fetched[slot.start] = slot, self._copies.begin(place)
-            self.bytes_in += slot.nbytes
-
-    def read(self, place: Tensor) -> Tensor:
-        """A copy on the device; what the store does not hold, itself."""
-        if not self.holds(place):
-            return place
-        self.fetch(place)
-        slot, begun = self._fetched.pop(Slot.of(place, self._memory).start)
-        if slot != Slot.of(place, self._memory):
-            begun = self._copies.begin(place)  # it was fetched in another form
+    def _finish(self, slot: Slot, begun: Any) -> Tensor:
         return self._copies.finish(begun)
 
     def settle(self) -> None:
@@ -118,15 +62,8 @@ class HostStore:
 
     def close(self) -> None:
         """Unpin and free the memory."""
-        self._fetched.clear()
         self._copies.close()
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
 
 class _PlainCopies:
