@@ -20,7 +20,8 @@ from freight.config.schema import Config
 from tests.cli.tiny_files import chats, config, tokenizer
 
 COMMANDS = (
-    "check", "schema", "pack", "show", "train", "evaluate", "generate", "import", "export", "bench", "env", "demo"
+    "check", "schema", "pack", "show", "train", "evaluate", "generate", "import", "export", "bench", "env", "demo",
+    "verify"
 )  # fmt: skip
 
 
