@@ -150,6 +150,14 @@ def test_the_tier_is_told_in_bytes_and_checked_before_it_is_taken(tmp_path: Path
     assert not faults(host, host=2**29)
 
 
+def test_the_smaller_choice_that_is_offered_keeps_the_keys_where_they_are() -> None:
+    run = config(65536, fpdt={"offload": "host"})
+    plan = resolve_execution(run, arch_of(run), 65536, device_bytes=0)
+    assert plan.stream is not None and plan.stream.kv == "offload"
+    (fault,) = tier_faults(plan, run, arch_of(run), ranks_per_node=1, host_bytes=0)
+    assert "set `fpdt.save_attention: none` (80.0 MiB)" in fault  # 64 MiB of inputs, 16 MiB of keys
+
+
 def test_the_plan_is_told_in_words() -> None:
     run = config(65536, parallel={"context": 4}, fpdt={"offload": "host"})
     words = "\n".join(execution_words(resolve_execution(run, arch_of(run), 65536), run, "cpu"))

@@ -97,26 +97,10 @@ def resolve_execution(
         ConfigError: All faults.
     """
     parallel = config.parallel
-    found = [] if world_size is None else list(world_faults(config, world_size))
-    choice: ContextChoice | None = None
-    if parallel.context > 1 and not found:
-        try:
-            choice = choose_context_method(
-                parallel.context_method,
-                ranks=parallel.context,
-                heads=arch.num_attention_heads,
-                groups=arch.groups,
-                ranks_per_node=math.gcd(ranks_per_node or parallel.context, parallel.context),
-                windows=[arch.window_of(layer) for layer in range(arch.num_layers)],
-                local_tokens=-(-tokens // parallel.context),
-                ulysses=parallel.ulysses,
-                streamed=config.fpdt is not None,
-            )
-        except ConfigError as error:
-            found += error.faults
-    if found:
+    if world_size is not None and (found := list(world_faults(config, world_size))):
         raise ConfigError(*found)
     world = world_size or parallel.context * (parallel.data_shard or 1)
+    choice = _context_choice(config, arch, tokens, ranks_per_node)
     unit = parallel.context
     if choice is not None and config.fpdt is not None and choice.ulysses < parallel.context:
         unit = (parallel.context // choice.ulysses) * math.lcm(2, choice.ulysses)  # an early and a late piece a row
@@ -151,6 +135,30 @@ def world_faults(config: Config, world_size: int) -> Iterator[str]:
             f"`parallel.data_shard` {data} x `parallel.context` {context} = {data * context} must be the {processes}. "
             f"Use `parallel.data_shard` {world_size // context}, or null."
         )
+
+
+def _context_choice(
+    config: Config, arch: Architecture, tokens: int, ranks_per_node: int | None
+) -> ContextChoice | None:
+    """How context ranks reach each other's tokens; None for one rank.
+
+    Raises:
+        ConfigError: The method does not fit.
+    """
+    parallel = config.parallel
+    if parallel.context == 1:
+        return None
+    return choose_context_method(
+        parallel.context_method,
+        ranks=parallel.context,
+        heads=arch.num_attention_heads,
+        groups=arch.groups,
+        ranks_per_node=math.gcd(ranks_per_node or parallel.context, parallel.context),
+        windows=[arch.window_of(layer) for layer in range(arch.num_layers)],
+        local_tokens=-(-tokens // parallel.context),
+        ulysses=parallel.ulysses,
+        streamed=config.fpdt is not None,
+    )
 
 
 def _stream_sizes(

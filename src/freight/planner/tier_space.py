@@ -8,7 +8,6 @@ from pathlib import Path
 
 from freight.config.architecture import Architecture
 from freight.config.schema import Config
-from freight.errors import ConfigError
 from freight.planner.execution import ExecutionPlan, resolve_execution
 
 
@@ -31,7 +30,8 @@ def tier_faults(
         key = "fpdt.offload" if plan.stream is not None else "offload.layer_inputs"
         yield (
             f"Host memory: {ranks}{amount(plan.tier_bytes * ranks_per_node)} are needed; {amount(host_bytes)} are "
-            f"available. Use `{key}: disk`{_less(plan, config, arch)}, or more `parallel.context` ranks."
+            f"available. Use `{key}: disk`{_less(plan, config, arch, ranks_per_node)}, or more `parallel.context` "
+            "ranks."
         )
 
 
@@ -49,21 +49,22 @@ def _disk(plan: ExecutionPlan, config: Config, arch: Architecture, ranks_per_nod
         ranks = f" per rank, {ranks_per_node} ranks here" if ranks_per_node > 1 else ""
         yield (
             f"`offload.directory` {directory} has {amount(free)} free; this run writes {amount(plan.tier_bytes)}"
-            f"{ranks}. Free space{_less(plan, config, arch)}."
+            f"{ranks}. Free space{_less(plan, config, arch, ranks_per_node)}."
         )
 
 
-def _less(plan: ExecutionPlan, config: Config, arch: Architecture) -> str:
+def _less(plan: ExecutionPlan, config: Config, arch: Architecture, ranks_per_node: int) -> str:
     """`, or set ...` with what a smaller choice would take; nothing if there is none."""
-    if config.fpdt is None or config.fpdt.save_attention == "none":
+    if config.fpdt is None or plan.stream is None or plan.stream.save_attention == "none":
         return ""
-    fpdt = config.fpdt.model_copy(update={"save_attention": "none"})
-    try:
-        smaller = resolve_execution(
-            config.model_copy(update={"fpdt": fpdt}), arch, plan.tokens, world_size=plan.world_size
-        )
-    except ConfigError:
-        return ""
+    fpdt = config.fpdt.model_copy(update={"save_attention": "none", "kv": plan.stream.kv})
+    smaller = resolve_execution(
+        config.model_copy(update={"fpdt": fpdt}),
+        arch,
+        plan.tokens,
+        world_size=plan.world_size,
+        ranks_per_node=ranks_per_node,
+    )
     return f", or set `fpdt.save_attention: none` ({amount(smaller.tier_bytes)})"
 
 
