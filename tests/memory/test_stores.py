@@ -116,6 +116,13 @@ def test_the_file_has_no_name_and_leftovers_go(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["something else"]
 
 
+def test_the_directory_may_lie_in_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "fast").mkdir()
+    with open_store("disk", {"a": Slab(1, 64)}, directory="~/fast") as store:
+        assert isinstance(store, DiskStore) and store._file.directory == tmp_path / "fast"
+
+
 def test_a_write_that_fails_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore({"a": Slab(8, 64)}, torch.device("cpu"), tmp_path) as store:
 

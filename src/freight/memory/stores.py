@@ -103,7 +103,7 @@ def open_store(
         tier: `none` keeps tensors on the device.
         slabs: Slots per kind of tensor; without meaning for `none`.
         device: Where tensors come from and go to.
-        directory: For `disk`: an existing folder on a local disk.
+        directory: For `disk`: an existing folder on a local disk; `~` is the user's.
 
     Raises:
         OffloadError: The directory cannot be written to or has too little space; names the bytes.
@@ -114,4 +114,4 @@ def open_store(
         return HostStore(slabs, torch.device(device))
     if directory is None:
         raise ValueError("the disk tier needs a directory")
-    return DiskStore(slabs, torch.device(device), Path(directory))
+    return DiskStore(slabs, torch.device(device), Path(directory).expanduser())
