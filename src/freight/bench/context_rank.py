@@ -172,8 +172,7 @@ def _rival(task: Task, mesh: DeviceMesh) -> Step:
 
 def _sent_bytes(task: Task, choice: ContextChoice) -> float:
     batch, rows = task.batch(), task.ranks // choice.ulysses
-    kind = LayoutKind.ZIGZAG_DOCUMENT if rows > 1 else LayoutKind.CONTIGUOUS
-    layout = SequenceLayout(kind, batch.tokens, task.ranks, batch.cu_seqlens, row=choice.ulysses)
+    layout = choice.layout(batch.tokens, task.ranks, batch.cu_seqlens)
     hops = travel(layout, batch.cu_seqlens, batch.lengths)
     if choice.method == ContextMethod.ALL_GATHER:
         hops = (rows - 1,) * rows

@@ -79,10 +79,7 @@ class ContextAttention:
 
     def layout(self, batch: TokenBatch) -> SequenceLayout:
         """How a stream is dealt out for this method."""
-        contiguous = self.across is None or self.choice.contiguous
-        kind = LayoutKind.CONTIGUOUS if contiguous else LayoutKind.ZIGZAG_DOCUMENT
-        row = self.choice.ulysses if self.across is not None else 1
-        return SequenceLayout(kind, batch.stream_tokens, self.ranks, batch.cu_seqlens, row=row)
+        return self.choice.layout(batch.stream_tokens, self.ranks, batch.cu_seqlens)
 
     def shard(self, batch: TokenBatch) -> TokenBatch:
         """This rank's part of a microbatch."""

@@ -13,6 +13,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 
 from freight.errors import ConfigError
+from freight.ops.layout import LayoutKind, SequenceLayout
 
 
 class ContextMethod(StrEnum):
@@ -38,6 +39,19 @@ class ContextChoice(NamedTuple):
     ulysses: int
     reason: str
     contiguous: bool = False
+
+    def layout(self, tokens: int, ranks: int, cu_seqlens: Sequence[int] | None = None) -> SequenceLayout:
+        """How a stream that is not streamed in chunks is dealt out.
+
+        Args:
+            tokens: Of the stream.
+            ranks: Of the context axis.
+            cu_seqlens: Start of each segment, then `tokens`; None = one segment.
+        """
+        # Work is even by heads where all ranks exchange them.
+        contiguous = self.contiguous or self.ulysses == ranks
+        kind = LayoutKind.CONTIGUOUS if contiguous else LayoutKind.ZIGZAG_DOCUMENT
+        return SequenceLayout(kind, tokens, ranks, cu_seqlens, row=self.ulysses)
 
 
 Requested = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]

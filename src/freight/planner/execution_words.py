@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from freight.config.schema import Config
-from freight.ops.layout import LayoutKind, SequenceLayout
 from freight.ops.shard_plan import balance, pairs_by_share
 from freight.parallel.context_method import ContextMethod
 from freight.planner.execution import ExecutionPlan
@@ -65,8 +64,7 @@ def _balance_words(execution: ExecutionPlan) -> str:
     choice = execution.context
     if choice is None or execution.rows == 1 or execution.stream is not None:
         return ""
-    kind = LayoutKind.CONTIGUOUS if choice.contiguous else LayoutKind.ZIGZAG_DOCUMENT
-    layout = SequenceLayout(kind, execution.tokens, execution.context_ranks, row=choice.ulysses)
+    layout = choice.layout(execution.tokens, execution.context_ranks)
     pairs = pairs_by_share(layout, (0, layout.tokens), (execution.tokens,))
     return f"; balance of one full document {balance(pairs):.2f}"
 
