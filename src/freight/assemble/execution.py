@@ -5,6 +5,7 @@ The plan is integers that every rank finds alike; this makes of it the objects t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Self, cast
@@ -107,9 +108,9 @@ class Execution:
         if self.plan.rows == 1:
             return 1.0  # all have every token, of some heads
         work = [0] * self.plan.rows
-        for batch, window in product(batches, self._windows):
+        for batch, (window, layers) in product(batches, Counter(self._windows).items()):
             pairs = pairs_by_share(self._layout(batch), batch.cu_seqlens, batch.lengths, window=window)
-            work = [sum(both) for both in zip(work, pairs, strict=True)]
+            work = [so_far + layers * here for so_far, here in zip(work, pairs, strict=True)]
         return balance(work)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def build_shard_plan(
     """
     if window is not None and (window < 1 or not causal):
         raise LayoutError(f"a sliding window must be at least 1 and causal; got {window} with causal {causal}.")
-    documents = [(start, start + length) for start, length in zip(cu_seqlens, lengths, strict=False) if length]
+    documents = _documents(cu_seqlens, lengths)
     pieces: list[Piece] = []
     for document, of_queries, of_keys in zip(
         documents, document_parts(documents, queries), document_parts(documents, keys), strict=True
@@ -78,6 +78,11 @@ def build_shard_plan(
         sum(_pairs(piece) for piece in pieces),
         _tokens(keys),
     )
+
+
+def _documents(cu_seqlens: Sequence[int], lengths: Sequence[int]) -> list[Range]:
+    """Every segment with real tokens, as its range of them."""
+    return [(start, start + length) for start, length in zip(cu_seqlens, lengths, strict=False) if length]
 
 
 def document_parts(documents: Sequence[Range], pieces: Sequence[Range]) -> list[list[Part]]:
@@ -170,7 +175,7 @@ def pairs_by_share(
     window: int | None = None,
 ) -> tuple[int, ...]:
     """Visible pairs whose query each row of ranks holds (each rank, in rows of one)."""
-    documents = [(start, start + length) for start, length in zip(cu_seqlens, lengths, strict=False) if length]
+    documents = _documents(cu_seqlens, lengths)
 
     def of_part(document: Range, part: Part) -> int:
         if not causal:
@@ -211,7 +216,7 @@ def travel(
         window: Keys a token sees.
     """
     rows = layout.rows
-    documents = [(start, start + length) for start, length in zip(cu_seqlens, lengths, strict=False) if length]
+    documents = _documents(cu_seqlens, lengths)
     shares = [document_parts(documents, layout.share(row)) for row in range(rows)]
     far = [0] * rows
     for number in range(len(documents)):

@@ -106,8 +106,7 @@ def evaluate(
             for batch in map(deal, batches):
                 losses = model(batch.to(device), head)
                 for segment, nll, tokens in _segment_sums(losses, batch):
-                    named = source_of is not None and batch.documents
-                    source = source_of(batch.documents[segment]) if named and source_of is not None else None
+                    source = source_of(batch.documents[segment]) if source_of and batch.documents else None
                     here.setdefault(source, _Sums()).add(nll, tokens, int(counts_documents))
                     seen += 1
                 if progress is not None:

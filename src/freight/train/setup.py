@@ -103,8 +103,10 @@ def prepare(config: Config, world: World, run_dir: Path, progress: ProgressCallb
         device_bytes=device_bytes(world.device),
         adapted=adapted,
     )
-    space = {"ranks_per_node": world.ranks_per_node, "host_bytes": free_host_bytes()}
-    if faults := list(tier_faults(plan.execution, config, arch, **space)):
+    faults = list(
+        tier_faults(plan.execution, config, arch, ranks_per_node=world.ranks_per_node, host_bytes=free_host_bytes())
+    )
+    if faults:
         raise ConfigError(*faults)
     total_steps = build_loader(config, rows, plan, data_rank).total_steps
     phases(total_steps, config.train.schedule)
