@@ -128,7 +128,8 @@ class Slots:
         # A tensor made of an array keeps the array as long as its storage lives, whoever holds that.
         array = memory[slot.start : slot.start + slot.nbytes].numpy()
         weakref.finalize(array, self.release, key).atexit = False
-        return torch.from_numpy(array).view(dtype).view(shape)
+        # Detached, it is no view to autograd, which would have FSDP warn of writes that could reach it.
+        return torch.from_numpy(array).view(dtype).view(shape).detach()
 
     @staticmethod
     def within(tensor: Tensor, memory: Tensor) -> bool:
