@@ -300,3 +300,21 @@ def test_the_newer_spelling_names_the_packed_file_itself(tmp_path):
     put(raw, "data.packing.npy_mask", "token")
     config = load_config(write(tmp_path, raw), check_files=False)
     assert (config.data.packing.file, config.data.train, config.data.sequence_length) == ("x.npy", None, None)
+
+
+def test_what_megatron_writes_for_one_context_rank_is_dropped(tmp_path):
+    off = {"cp_comm_type": "p2p", "context_parallel_size": 1, "distributed_timeout_minutes": None}
+    config, notices = loaded(tmp_path, example(tmp_path) | off)
+    assert config.parallel == loaded(tmp_path, example(tmp_path))[0].parallel
+    assert "`cp_comm_type` is dropped: `parallel.context` is 1." in notices
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, example(tmp_path) | {"cp_comm_type": "p2p", "ds_sequence_parallel_size": 2})
+    assert caught.value.faults == (
+        '`cp_comm_type` gives `parallel.context_method` ring, but it is written as "ulysses". Keep one of the two.',
+    )
+
+
+def test_selective_recomputation_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, example(tmp_path) | {"recompute_granularity": "selective", "recompute_num_layers": 1})
+    assert len(caught.value.faults) == 1

@@ -71,6 +71,8 @@ def _ranks_of(size: Any) -> Any:
 
 
 def _seconds_of(minutes: Any) -> int:
+    if minutes is None:
+        return 600
     if isinstance(minutes, (int, float)) and not isinstance(minutes, bool) and minutes > 0:
         return max(1, round(minutes * 60))
     raise ValueError("a number of minutes above 0")
@@ -106,6 +108,7 @@ _ACTIVATION = {
 }  # fmt: skip
 _CONTEXT_METHOD = {
     "p2p": "ring", "a2a": "ulysses", "a2a+p2p": "hybrid", "all_gather": "all_gather", "allgather": "all_gather",
+    None: None,
 }  # fmt: skip
 _FULL_RECOMPUTE = {"full": "full", "selective": "selective", None: None}
 _NORM = {
@@ -207,10 +210,11 @@ ALIASES: Mapping[str, Alias] = {
     # Ranks and memory.
     "context_parallel_size": Alias("parallel.context", convert=_context_of),
     "cp_size": Alias("parallel.context", convert=_context_of),
-    "cp_comm_type": Alias("parallel.context_method", _CONTEXT_METHOD),
+    # Megatron writes it even where nothing is split, see `derived_keys.py`.
+    "cp_comm_type": Alias("parallel.cp_comm_type", _CONTEXT_METHOD, says_default=None),
     "dp_shard_size": Alias("parallel.data_shard", convert=_ranks_of),
     "data_parallel_size": Alias("parallel.data_shard", convert=_ranks_of),
-    "distributed_timeout_minutes": Alias("parallel.timeout_seconds", convert=_seconds_of),
+    "distributed_timeout_minutes": Alias("parallel.timeout_seconds", convert=_seconds_of, says_default=600),
     "gradient_checkpointing": Alias("recompute", {True: {"granularity": "full"}, False: None, None: None}),
     "activations_checkpoint_granularity": Alias("recompute.granularity", _FULL_RECOMPUTE, says_default=None),
     "recompute_granularity": Alias("recompute.granularity", _FULL_RECOMPUTE, says_default=None),

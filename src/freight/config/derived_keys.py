@@ -63,6 +63,21 @@ def min_lr(raw: dict[str, Any], notice: Notice) -> list[str]:
     return faults
 
 
+def context_method(raw: dict[str, Any], notice: Notice) -> list[str]:
+    """Take Megatron's way of communication for several context ranks; for one it means nothing."""
+    parallel = raw.get("parallel")
+    if not isinstance(parallel, dict) or "cp_comm_type" not in parallel:
+        return []
+    method = parallel.pop("cp_comm_type")
+    if parallel.get("context", 1) == 1:
+        notice("`cp_comm_type` is dropped: `parallel.context` is 1.")
+        return []
+    faults = _settle(parallel, "context_method", method, "cp_comm_type", True, "parallel")
+    if not faults:
+        notice(f"`cp_comm_type` is read as `parallel.context_method: {shown(method)}`.")
+    return faults
+
+
 def ffn_chunk(raw: dict[str, Any], notice: Notice) -> list[str]:
     """Turn the tokens of one rank in a feed-forward chunk, as DeepSpeed counts them, into those of all ranks."""
     fpdt, parallel = raw.get("fpdt"), raw.get("parallel")

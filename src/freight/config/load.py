@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from freight.config.aliases import apply_aliases
 from freight.config.base import Section
 from freight.config.checks import faults, file_faults, fit_faults
-from freight.config.derived_keys import batch_sizes, ffn_chunk, min_lr
+from freight.config.derived_keys import batch_sizes, context_method, ffn_chunk, min_lr
 from freight.config.keys import Path, fields_of, section_in, shown
 from freight.config.messages import translate
 from freight.config.model import architecture_of
@@ -66,6 +66,7 @@ def load_config(
     found += problems
     found += batch_sizes(raw, _data_ranks(raw, world_size), notice)
     found += min_lr(raw, notice)
+    found += context_method(raw, notice)
     found += ffn_chunk(raw, notice)
     found += take_out(raw)
     return _checked(raw, found, check_files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from freight.config.data_checks import two
+from freight.config.keys import shown
 from freight.config.schema import Config
 
 
@@ -50,8 +51,8 @@ def _offload(config: Config) -> Iterator[str]:
             "Remove it."
         )
     on_disk = "fpdt.offload" if fpdt is not None and fpdt.offload == "disk" else "offload.layer_inputs"
-    if (kept == "disk" or (fpdt is not None and fpdt.offload == "disk")) and offload.directory is None:
-        yield f"`{on_disk}: disk` needs `offload.directory`; it is null. Set a local path."
+    if (kept == "disk" or (fpdt is not None and fpdt.offload == "disk")) and not offload.directory:
+        yield f"`{on_disk}: disk` needs `offload.directory`; it is {shown(offload.directory)}. Set a local path."
     elif offload.directory is not None and kept != "disk" and (fpdt is None or fpdt.offload != "disk"):
         yield f"`offload.directory` {offload.directory} has no effect: nothing goes to disk. Remove it."
 

@@ -66,6 +66,7 @@ _DERIVED = {
     "train.per_device_train_batch_size": "train.micro_batch_tokens",
     "train.gradient_accumulation_steps": "train.micro_batch_tokens",
     "fpdt.ffn_chunk_tokens_of_rank": "fpdt.ffn_chunk_tokens",
+    "parallel.cp_comm_type": "parallel.context_method",
 }
 
 _HEAD = """\

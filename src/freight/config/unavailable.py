@@ -43,6 +43,8 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "recompute.method": ("block",),
 }
 
+WHOLE_SECTIONS = ("recompute.granularity",)
+
 
 def take_out(raw: dict[str, Any]) -> Iterator[str]:
     """Remove such keys from a raw configuration, giving one fault for each."""
@@ -63,6 +65,8 @@ def take_out(raw: dict[str, Any]) -> Iterator[str]:
         section = _section(raw, parents)
         if section is not None and isinstance(section.get(last), str) and section[last] in values:
             yield f"`{key}: {section.pop(last)}` is not available in this version of Freight; remove it."
+            if key in WHOLE_SECTIONS:
+                del raw[parents[0]]  # without the key it would only be called incomplete
 
 
 def covers(path: tuple[str | int, ...]) -> bool:
