@@ -13,35 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 
 from freight.checkpoint import saved_state
 from freight.config.schema import Config
 from freight.data.load.loader import StepData, evaluation_batches, joined_state
-from freight.data.tokens.tokenise import remarks
 from freight.errors import FreightError
 from freight.parallel.data import free_gathered
+from freight.train.begin import begin
 from freight.train.console import evaluation_line, gibibytes, step_line
-from freight.train.data_facts import data_facts
 from freight.train.evaluate import Evaluation, evaluate
 from freight.train.flops import device_peak, peak_memory_bytes, trained_part
-from freight.train.launch import World, environment, launched
+from freight.train.launch import World, launched
 from freight.train.profile import StepProfiler
 from freight.train.rank_failures import announce, failure_of, one_line
-from freight.train.resume import (
-    CONFIG_FILE,
-    Counters,
-    RunFailed,
-    Saver,
-    claim_run_folder,
-    find_checkpoint,
-    refuse_held_folder,
-    restore,
-)
-from freight.train.run_folder import DATA_FILE, RunStatus, add_warning, write_json, write_plan, write_status
+from freight.train.resume import CONFIG_FILE, Counters, RunFailed, Saver, restore
 from freight.train.run_record import RunRecord
 from freight.train.schedule import learning_rate_factor
-from freight.train.setup import Prepared, ProgressCallback, Trainable, build, prepare
+from freight.train.setup import Prepared, ProgressCallback, Trainable, build
 from freight.train.signals import StopSignals
 from freight.train.step import StepResult, train_step
 from freight.train.throughput import Throughput
@@ -99,7 +87,7 @@ def train(
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
     with launched(config.parallel.timeout_seconds) as world:
         try:
-            prepared, checkpoint = _begin(
+            prepared, checkpoint = begin(
                 config, world, run_dir, checkpoints, resume, report_line, progress, overwrite=overwrite
             )
         except FreightError as error:
@@ -125,56 +113,6 @@ def train(
             if world.size == 1 or not isinstance(error, Exception):
                 raise
             raise RunFailed(message) from error
-
-
-def _begin(
-    config: Config,
-    world: World,
-    run_dir: Path,
-    checkpoints: Path,
-    resume: str | None,
-    report_line: Callable[[str], None],
-    progress: ProgressCallback | None,
-    *,
-    overwrite: bool,
-) -> tuple[Prepared, Path | None]:
-    """Find everything that can be wrong, then claim the run folder: what to train on, and where to go on from.
-
-    Raises:
-        FreightError: The same on all ranks.
-    """
-    warnings: list[str] = []
-
-    def tell(line: str) -> None:
-        if world.first:
-            report_line(line)
-
-    def warn(message: str) -> None:
-        warnings.append(message)
-        tell(f"warning: {message}")
-
-    def look() -> Path | None:
-        refuse_held_folder(run_dir, resume=resume is not None, overwrite=overwrite)
-        return find_checkpoint(resume, checkpoints, warn) if resume is not None else None
-
-    def claim() -> None:
-        claim_run_folder(run_dir, checkpoints, overwrite=overwrite)
-        for message in warnings:
-            add_warning(run_dir, message)
-        _describe_run(prepared, run_dir)
-
-    checkpoint = world.on_first(look)
-    prepared = prepare(config, world, run_dir, progress if world.first else None)
-    for rows in filter(None, (prepared.rows, prepared.validation)):
-        notices, concerns = remarks(rows.metadata)
-        for notice in notices:
-            tell(notice)
-        for concern in concerns:
-            warn(concern)
-    world.on_first(claim)
-    for line in prepared.plan.words():
-        tell(line)
-    return prepared, checkpoint
 
 
 class Loop:
@@ -435,18 +373,6 @@ class Loop:
 
     def _warn(self, message: str) -> None:
         self._record.warn(message, self._counters.step)
-
-
-def _describe_run(prepared: Prepared, run_dir: Path) -> None:
-    """What is known before the first step: configuration, machine, plan, data."""
-    values = prepared.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    values["log"] = values.get("log", {}) | {"dir": str(run_dir)}
-    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    write_status(run_dir, RunStatus("running", total_steps=prepared.total_steps))
-    write_json(run_dir / "environment.json", environment())
-    write_plan(run_dir, prepared.plan.words())
-    indexed = prepared.rows.indexed()
-    write_json(run_dir / DATA_FILE, {} if indexed is None else data_facts(indexed))
 
 
 def _leave(record: RunRecord, message: str, step: int) -> None:
