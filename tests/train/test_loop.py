@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,13 +267,24 @@ def test_a_profile_counts_the_steps_of_the_whole_run(tmp_path: Path) -> None:
     assert not trace.exists()  # that step was before the resume
 
 
-def test_out_of_memory_tells_the_peak_and_what_to_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"train": {"micro_batch_tokens": 32}}, "Lower train.micro_batch_tokens"),
+        ({}, "Set recompute.granularity to full, or fpdt"),
+        ({"recompute": {"granularity": "full"}}, "Set fpdt instead of recompute"),
+        ({"fpdt": {"chunk_tokens": 8}}, r"Lower fpdt.chunk_tokens \(now 8\)"),
+    ],
+)
+def test_out_of_memory_tells_the_peak_and_what_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], words: str
+) -> None:
     def full(*_: object, **__: object) -> StepResult:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     monkeypatch.setattr(loop, "train_step", full)
-    with pytest.raises(RunFailed, match=r"out of memory in step 1, peak .*iB: .*9 GiB.*micro_batch_tokens"):
-        TinyRun(config(tmp_path)).run()
+    with pytest.raises(RunFailed, match=r"out of memory in step 1, peak .*iB: .*9 GiB.*" + words):
+        TinyRun(config(tmp_path, **sections)).run()
 
 
 def test_the_schedule_ends_with_the_run_after_a_resume(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def open_stored_model(path: str | Path, warn: Callable[[str], None] | None = Non
         raise CheckpointError(f"{path}: no such file or folder. Give a run folder, model folder or .gguf file.")
     if (path / "config.yaml").exists():
         config = load_config(path / "config.yaml", check_files=False)
-        directory = Path(config.checkpoint.dir) if config.checkpoint.dir else path / "checkpoints"
+        directory = Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else path / "checkpoints"
         newest = saved_state.newest_good(directory, warn or (lambda _: None))
         if newest is None:
             raise CheckpointError(f"{directory}: no complete checkpoint yet. Train with checkpoint.every_steps set.")

@@ -128,14 +128,15 @@ def _checked(chosen: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _run_ranks(task: Task, network: Network, folder: Path) -> list[dict[str, Any]]:
     (folder / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
-    # torch's gloo reads the interface from there; one thread per rank, whatever this process uses.
-    variables = {**os.environ, "GLOO_SOCKET_IFNAME": network.interface, "OMP_NUM_THREADS": "1"}
+    # torch's gloo reads the interface from there; one thread per rank, whatever this process uses. `env` adds to the
+    # environment; to hand over a whole one, it would have to be read first.
+    variables = ["/usr/bin/env", f"GLOO_SOCKET_IFNAME={network.interface}", "OMP_NUM_THREADS=1"]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, prefix in enumerate(network.prefixes):
-            command = [*prefix, sys.executable, "-m", "freight.bench.context_rank", str(rank), str(folder)]
+            command = [*prefix, *variables, sys.executable, "-m", "freight.bench.context_rank", str(rank), str(folder)]
             with (folder / f"rank{rank}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
         _wait_for(processes, folder)
     finally:
         for process in processes:

@@ -83,8 +83,8 @@ def train(
     Raises:
         FreightError: Bad input, before training starts or while it reads data.
     """
-    run_dir = Path(config.log.dir or f"runs/{name}")
-    checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    run_dir = Path(config.log.dir or f"runs/{name}").expanduser()
+    checkpoints = Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else run_dir / "checkpoints"
     with launched(config.parallel.timeout_seconds) as world:
         try:
             prepared, checkpoint = begin(
@@ -215,8 +215,7 @@ class Loop:
         except (torch.OutOfMemoryError, MemoryError) as error:
             peak = gibibytes(peak_memory_bytes(self._trainable.device))
             raise RunFailed(
-                f"out of memory in step {self._counters.step + 1}, peak {peak}: {one_line(error)} "
-                "Lower train.micro_batch_tokens (a multiple of the pack size); the global batch stays the same."
+                f"out of memory in step {self._counters.step + 1}, peak {peak}: {one_line(error)} {self._smaller()}"
             ) from error
         finally:
             self._record.close()
@@ -365,6 +364,18 @@ class Loop:
         self._record.report()
         self._record.say(message)
         return TrainResult(exit_code, step, self._record.run_dir, message, self._loss, self._evaluation)
+
+    def _smaller(self) -> str:
+        """What takes less memory and leaves results as they are."""
+        plan = self._prepared.plan
+        if plan.rows_per_microbatch > 1:
+            return "Lower train.micro_batch_tokens (a multiple of the pack size); the global batch stays the same."
+        if plan.execution.stream is not None:
+            chunk = plan.execution.stream.chunk_tokens
+            return f"Lower fpdt.chunk_tokens (now {chunk}), or send more to a tier with fpdt.offload and fpdt.kv."
+        if plan.execution.runner == "recompute":
+            return "Set fpdt instead of recompute: layers are then streamed chunk by chunk."
+        return "Set recompute.granularity to full, or fpdt: layers are then streamed chunk by chunk."
 
     def _next_command(self) -> str:
         """What people do with a model that was saved."""
