@@ -20,7 +20,7 @@ def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "freight", "train", str(path), "--ranks", "2", *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
@@ -46,7 +46,7 @@ def test_two_ranks_train_a_row_together_and_a_dead_one_ends_the_other(tmp_path: 
         assert len(ranks) == 2
         killed = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
-        _, faults = run.communicate(timeout=60)
+        faults, _ = run.communicate(timeout=60)
         assert time.monotonic() - killed < 40
         assert run.returncode == 1
         assert "rank 0 lost another rank at step" in faults and "Traceback" not in faults
