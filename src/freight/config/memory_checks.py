@@ -99,10 +99,12 @@ def _fpdt(config: Config) -> Iterator[str]:
                 f"Use {nearest(part, context)}."
             )
         elif isinstance(chunk, int) and part > chunk:
-            yield (
-                f"`fpdt.{key}` {part} is larger than `fpdt.chunk_tokens` {chunk}. Use a value up to {chunk}, `auto` or "
-                "null."
-            )
+            yield larger_than_chunk(key, part, chunk)
+
+
+def larger_than_chunk(key: str, part: int, chunk: int) -> str:
+    """What to say of a key of `fpdt` that is to be a part of a chunk."""
+    return f"`fpdt.{key}` {part} is larger than `fpdt.chunk_tokens` {chunk}. Use a value up to {chunk}, `auto` or null."
 
 
 def nearest(number: int, unit: int) -> str:

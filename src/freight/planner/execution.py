@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from freight.config.architecture import Architecture
-from freight.config.memory_checks import nearest
+from freight.config.memory_checks import larger_than_chunk, nearest
 from freight.config.schema import Config
 from freight.errors import ConfigError
 from freight.memory.slots import Slab, Slots
@@ -207,10 +207,7 @@ def _stream_sizes(
     if ffn == "auto":
         ffn = _down(chunk // 2, ranks)
     if ffn is not None and ffn > chunk:
-        raise ConfigError(
-            f"`fpdt.ffn_chunk_tokens` {ffn} is larger than `fpdt.chunk_tokens` {chunk}. Use a value up to {chunk}, "
-            "`auto` or null."
-        )
+        raise ConfigError(larger_than_chunk("ffn_chunk_tokens", ffn, chunk))
     row = ranks if choice is None else choice.ulysses
     split = HeadSplit(arch.num_attention_heads, arch.groups, row)
     sizes = StreamSizes(
@@ -246,10 +243,7 @@ def _loss_chunk(config: Config, chunk: int) -> int:
     if loss == "auto":
         return min(chunk, _down(max(AUTO_LOSS_CHUNK_TOKENS, chunk // 32), config.parallel.context))
     if loss > chunk:
-        raise ConfigError(
-            f"`fpdt.loss_chunk_tokens` {loss} is larger than `fpdt.chunk_tokens` {chunk}. Use a value up to {chunk}, "
-            "`auto` or null."
-        )
+        raise ConfigError(larger_than_chunk("loss_chunk_tokens", loss, chunk))
     return loss
 
 
