@@ -166,5 +166,5 @@ def compile_blocks(model: Decoder, backend: str = "inductor") -> None:
     """
     for block in model.layers:
         assert isinstance(block, Block)
-        for part in ("pre", "post"):
+        for part in ("pre", "keys", "post"):
             setattr(block, part, torch.compile(getattr(block, part), backend=backend, dynamic=False))

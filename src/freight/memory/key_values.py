@@ -48,13 +48,8 @@ class KeyValues(Protocol):
         """Forget what no later row needs."""
         ...
 
-    def gradients(self, chunk: int, like: Pair) -> Pair:
-        """Gradients dk and dv of a chunk whose row is the current one: finished, since all later rows are done.
-
-        Args:
-            chunk: Its number; all zero if it is padding.
-            like: Its keys and values.
-        """
+    def gradients(self, chunk: int) -> Pair:
+        """Gradients dk and dv of a chunk whose row is the current one: finished, since all later rows are done."""
         ...
 
 
@@ -112,7 +107,7 @@ class ResidentKeyValues:
         elif row.number + 1 < len(self._rows):
             self._held = (self._rows[row.number + 1].keys[0], self._held[1])
 
-    def gradients(self, chunk: int, like: Pair) -> Pair:
+    def gradients(self, chunk: int) -> Pair:
         """Views of the sums."""
         _, _, dk, dv = self._views(self._rows[chunk].queries)
         return dk, dv
@@ -190,11 +185,11 @@ class StoredKeyValues:
             for chunk in [chunk for chunk in self._held if self._last_row.get(chunk, chunk) <= row.number]:
                 self._free(chunk, ("k", "v"))
 
-    def gradients(self, chunk: int, like: Pair) -> Pair:
-        """From the store."""
-        if chunk not in self._last_row:
-            return zeros_for_gradient(like[0]), zeros_for_gradient(like[1])
-        return self._store.get(self._key("dk", chunk)), self._store.get(self._key("dv", chunk))
+    def gradients(self, chunk: int) -> Pair:
+        """From the store; zeros for a chunk of padding, which nothing sees."""
+        seen = chunk in self._last_row
+        first, second = (self._store.get(self._key(name, chunk)) for name in (("dk", "dv") if seen else ("k", "v")))
+        return (first, second) if seen else (zeros_for_gradient(first), zeros_for_gradient(second))
 
     def _free(self, chunk: int, names: Sequence[str]) -> None:
         self._held.discard(chunk)

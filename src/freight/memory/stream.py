@@ -22,12 +22,15 @@ class Stream:
         kv: Where keys and values of the layer being run are: `device`, or `offload` to the store.
         save_attention: What backward finds beside the block's input: nothing (attention runs again), its `context` and
             log-sum-exp, or `all`: keys and values as well.
+        overlap: Whether heads travel between ranks while neighbouring chunks compute, which has up to three chunks
+            under way at one time; False waits for each exchange, and gives the same bits.
     """
 
     chunk_tokens: int
     ffn_chunk_tokens: int | None = None
     kv: Literal["device", "offload"] = "device"
     save_attention: Literal["none", "context", "all"] = "context"
+    overlap: bool = True
 
 
 class LocalTransport:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from freight.errors import ConfigError
+from freight.memory.block_backward import BackwardPass
+from freight.memory.block_forward import ForwardPass
 from freight.memory.block_stream import BlockStream, StreamSetting
 from freight.memory.gradient_sums import GradientSums
 from freight.memory.stream import LocalTransport, Stream, chunk_ranges
@@ -64,7 +66,7 @@ class StreamingRunner:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _StreamedBlock.apply(hidden, layer, *parameters)  # pyright: ignore[reportReturnType]
         with torch.no_grad():
-            return layer.forward(hidden, None)
+            return ForwardPass(layer, hidden, None).run()
 
     def run_part(self, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
         """Just the call; but a tier gets the first hidden states chunk by chunk, and all blocks then follow."""
@@ -127,7 +129,7 @@ class _StreamedBlock(torch.autograd.Function):
         kept = layer.keep(hidden)
         ctx.save_for_backward(hidden if kept is hidden else None)
         ctx.copy = None if kept is hidden else kept
-        return layer.forward(hidden, kept)
+        return ForwardPass(layer, hidden, kept).run()
 
     @staticmethod
     @once_differentiable
@@ -135,5 +137,5 @@ class _StreamedBlock(torch.autograd.Function):
         layer: BlockStream = ctx.layer
         (hidden,) = ctx.saved_tensors
         hidden, ctx.copy = ctx.copy if hidden is None else hidden, None
-        d_hidden, of_parameters = layer.backward(hidden, grads[0], needs_hidden=ctx.needs_input_grad[0])
+        d_hidden, of_parameters = BackwardPass(layer, hidden, grads[0], needs_hidden=ctx.needs_input_grad[0]).run()
         return d_hidden, None, *of_parameters

@@ -61,13 +61,16 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rotation: Rotation | None, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
         """Normed hidden states -> q, k, v `[tokens, heads or groups, head_dim]`, rotated."""
-        q = self._heads(self.q_proj(x, tokens), self.q_norm)
-        k = self._heads(self.k_proj(x, tokens), self.k_norm)
-        v = self._heads(self.v_proj(x, tokens), None)
-        if self.rope is not None and rotation is not None:
-            interleaved = self.rope.config.interleaved
-            q, k = apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved)
-        return q, k, v
+        q = self._rotated(self._heads(self.q_proj(x, tokens), self.q_norm), rotation)
+        return q, *self.project_keys(x, rotation, tokens)
+
+    def project_keys(self, x: Tensor, rotation: Rotation | None, tokens: TokenRange) -> tuple[Tensor, Tensor]:
+        """`k` and `v` of `project`."""
+        k = self._rotated(self._heads(self.k_proj(x, tokens), self.k_norm), rotation)
+        return k, self._heads(self.v_proj(x, tokens), None)
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        return x if self.rope is None or rotation is None else apply_rope(x, *rotation, self.rope.config.interleaved)
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         if norm is not None and not self.norm_heads:

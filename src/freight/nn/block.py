@@ -77,10 +77,17 @@ class Block(nn.Module):
 
     def pre(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, hidden]` -> q `[tokens, heads, head_dim]`, k and v `[tokens, groups, head_dim]`."""
+        return self._project(self.attention.project, hidden, tokens)
+
+    def keys(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pre`, bit for bit."""
+        return self._project(self.attention.project_keys, hidden, tokens)
+
+    def _project(self, project: Callable[..., Any], hidden: Tensor, tokens: TokenRange) -> Any:
         rope = self.attention.rope
         rotation = shared_rotation(tokens, rope, hidden.dtype)  # pyright: ignore[reportCallIssue] (decorator hides it)
         normed = self.run_part("norm", self.attention_norm, hidden)
-        return self.run_part("qkv", self.attention.project, normed, rotation, tokens)
+        return self.run_part("qkv", project, normed, rotation, tokens)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:
         """Attention -> context `[tokens, heads, head_dim]`."""

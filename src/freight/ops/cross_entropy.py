@@ -128,6 +128,7 @@ def run_chunks(
     recipe: Recipe,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
+    room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Objective and nll `[rows]`, without a graph.
 
@@ -139,6 +140,7 @@ def run_chunks(
         recipe: Of the loss.
         d_hidden: float32 (float64) `[rows, hidden]`, to be overwritten with the objective's gradient at these tokens.
         d_weight: float32 (float64) `[vocab, hidden]`, to which the objective's gradient is added.
+        room: Of `logits_room` for at least as many rows; made here if None.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     objective, nll = hidden.new_zeros(2, rows.shape[0], dtype=dtype)
@@ -147,13 +149,12 @@ def run_chunks(
     if hidden.device.type == "cpu":
         weight = weight.to(dtype)  # here, not in every chunk
     num_chunks = -(-rows.shape[0] // recipe.chunk_tokens)
-    longest = -(-rows.shape[0] // num_chunks)
-    buffer = torch.empty(longest, weight.shape[0], dtype=dtype, device=hidden.device)
+    room = logits_room(hidden, weight, rows.shape[0], recipe) if room is None else room
     start = 0
     for chunk in rows.tensor_split(num_chunks):
         stop = start + chunk.shape[0]
         x = hidden.index_select(0, chunk).to(weight.dtype)
-        logits = matmul_float32(x, weight.t(), out=buffer[: chunk.shape[0]])
+        logits = matmul_float32(x, weight.t(), out=room[: chunk.shape[0]])
         targets = labels.index_select(0, chunk)
         losses = _chunk_losses(logits, targets, recipe)
         objective[start:stop] = losses.objective.squeeze(-1)
@@ -166,6 +167,12 @@ def run_chunks(
                 _accumulate(d_weight, d_logits.t(), x)
         start = stop
     return objective, nll
+
+
+def logits_room(hidden: Tensor, weight: Tensor, rows: int, recipe: Recipe) -> Tensor:
+    """Memory for the logits of one chunk of at most so many rows, `[rows of the longest chunk, vocab]`."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.new_empty(min(rows, recipe.chunk_tokens), weight.shape[0], dtype=dtype)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -60,6 +60,10 @@ class RunnableBlock(Protocol):
         """`[tokens, hidden]` -> q, k, v; token-wise."""
         ...
 
+    def keys(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pre`, bit for bit."""
+        ...
+
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:
         """Attention."""
         ...

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from freight.ops.batch import IGNORE_INDEX
-from freight.ops.cross_entropy import Recipe, run_chunks
+from freight.ops.cross_entropy import Recipe, logits_room, run_chunks
 from freight.ops.linear import bf16_units
 from freight.ops.protocols import LossSums, RowStore
 
@@ -87,10 +87,14 @@ class _Streamed(torch.autograd.Function):
         trained = [p for p, needed in zip(parameters, needs[7:], strict=True) if needed]
         sums = _Sums.zeros(weight, trained, needs_weight=needs[1])
         d_hidden = stream.store.lend("hidden", hidden, hidden.shape[0]) if needs[0] else None
+        counts = _label_counts(labels, stream.tokens)
+        room = logits_room(hidden, weight, max(counts, default=0), recipe)
         start = 0
-        for count, (piece, values) in zip(_label_counts(labels, stream.tokens), stream.read(hidden), strict=True):
+        for count, (piece, values) in zip(counts, stream.read(hidden), strict=True):
             stop = start + piece.shape[0]
-            d_piece = _add_piece(values, norm, weight, labels[start:stop], count, recipe, sums, needs_values=needs[0])
+            d_piece = _add_piece(
+                values, norm, weight, labels[start:stop], count, recipe, sums, room, needs_values=needs[0]
+            )
             if d_hidden is not None and d_piece is not None:
                 stream.store.write(d_hidden[start:stop], d_piece)
             start = stop
@@ -148,6 +152,7 @@ def _add_piece(
     count: int,
     recipe: Recipe,
     sums: _Sums,
+    room: Tensor,
     *,
     needs_values: bool,
 ) -> Tensor | None:
@@ -160,7 +165,7 @@ def _add_piece(
     d_normed = torch.zeros_like(normed, dtype=sums.objective.dtype) if inputs else None
     with bf16_units(values):
         every = torch.arange(count, device=rows.device)
-        objective, nll = run_chunks(normed.detach(), weight, labels[rows], every, recipe, d_normed, sums.weight)
+        objective, nll = run_chunks(normed.detach(), weight, labels[rows], every, recipe, d_normed, sums.weight, room)
     sums.objective, sums.nll = sums.objective + objective.sum(), sums.nll + nll.sum()
     if d_normed is None:
         return None

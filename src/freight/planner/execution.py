@@ -211,7 +211,7 @@ def _stream_sizes(
     row = ranks if choice is None else choice.ulysses
     split = HeadSplit(arch.num_attention_heads, arch.groups, row)
     sizes = StreamSizes(
-        Stream(chunk, ffn, "device", fpdt.save_attention),
+        Stream(chunk, ffn, "device", fpdt.save_attention, config.overlap.context),
         tokens,
         arch.num_layers,
         arch.hidden_size,
