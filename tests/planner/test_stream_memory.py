@@ -49,7 +49,12 @@ def test_terms_by_hand() -> None:
     assert memory.row_gradients(SHAPE) == 100 * 3 * 2 * (4 + 2) + 2 * 100 * 1 * 2 * 2
     assert memory.head_gradients(SHAPE) == 50 * 2 * (6 * 4 + 8 * 2) + 3 * 50 * 12 * 2
     assert memory.normed_inputs(SHAPE) == 50 * 12 * 2
-    assert memory.exchanged_outputs(SHAPE) == 50 * 6 * 2 * 2 + 2 * 100 * 3 * 2 * 2
+    assert memory.context_gradient(SHAPE) == 50 * 6 * 2 * 2
+    assert memory.exchanged_outputs(SHAPE) == 2 * 100 * 3 * 2 * 2
+    kept, home = 2 * (3 * 12 + 10 * 2) * 2, 2 * 10 * 2 * 4
+    assert memory.under_way(SHAPE) == 50 * (kept + 2 * 3 * 6 * 2 * 2 + home)
+    assert memory.under_way(replace(SHAPE, save_attention="none")) == 50 * (kept + 2 * 6 * 2 * 2 + home)
+    assert memory.under_way(replace(SHAPE, overlap=False)) == 0
     assert memory.key_values(SHAPE) == 2 * 1000 * 1 * 2 * (2 + 4)
     assert memory.ffn_activations(SHAPE) == 20 * (6 * 30 + 4 * 12) * 2
     assert memory.ffn_gradients(SHAPE) == 20 * (2 * 30 + 4 * 12) * 2
@@ -67,7 +72,7 @@ def test_terms_of_one_rank_of_a_short_row_and_of_what_is_not_kept() -> None:
     assert memory.saved_slots(alone) == 0 and memory.reduction(alone, 600) == 0
     assert memory.hidden_slots(alone) == 3 * 60 * 12 * 2
     assert memory.chunk_heads(alone) == 60 * 10 * 2 * 2
-    assert memory.exchanged_outputs(alone) == 60 * 6 * 2 * 2
+    assert memory.exchanged_outputs(alone) == memory.under_way(alone) == 0
     assert memory.key_values(alone) == 2 * 60 * 2 * 2 * (2 + 4)
     assert memory.key_values(replace(alone, tokens=1000)) == 2 * 200 * 2 * 2 * (2 + 4)
     assert memory.ffn_activations(replace(alone, ffn_chunk_tokens=100)) == 60 * (6 * 30 + 4 * 12) * 2

@@ -48,8 +48,8 @@ def test_failure_names_the_rank_and_its_words_and_the_pool_lives_on() -> None:
     with RankPool(2, timeout_seconds=60) as pool:
         with pytest.raises(RankError, match=r"(?s)rank 1: .*bad line 3"):
             pool.run(fail_on_one, 2)
-        with pytest.raises(RankError, match=r"ranks \[1\] did not finish within 3 s"):
-            pool.run(hang_on_one, 2, timeout_seconds=3)
+        with pytest.raises(RankError, match=r"ranks \[1\] did not finish within 10 s"):
+            pool.run(hang_on_one, 2, timeout_seconds=10)
         with pytest.raises(RankError, match=r"rank 1: the process died"):
             pool.run(die_on_one, 2)
         assert [result[:3] for result in pool.run(total, 2, 0)] == [(0, 2, 1.0), (1, 2, 1.0)]

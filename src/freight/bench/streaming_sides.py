@@ -19,9 +19,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -58,6 +59,7 @@ Side = Literal["plain", "recompute", "streamed"]
 OVER_CAP = 77  # exit code
 WATCH_SECONDS = 0.02
 SEED = 1
+WARM_UP_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,9 @@ def attempt(rank: int, meeting: Path, this: Try) -> dict[str, Any]:
         this: What to do.
 
     Returns:
-        `loss` of the first step, `seconds` of every step, `fixed_bytes` (resident after building), `peak_bytes` (most
-        resident while stepping), and of the tier `tier_bytes`, `moved_bytes` and `wait_seconds`.
+        `loss` of the first step, `seconds` of every step, `fixed_bytes` (resident after building and a pass over some
+        tokens), `peak_bytes` (most resident while stepping), and of the tier `tier_bytes`, `moved_bytes` and
+        `wait_seconds`.
     """
     torch.set_num_threads(1)
     with local_group(meeting, rank, this.shape.ranks, this.timeout_seconds) as mesh:
@@ -178,8 +181,12 @@ def attempt(rank: int, meeting: Path, this: Try) -> dict[str, Any]:
         init_weights(model, SEED)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4))
         batch = document(this.tokens, this.shape.vocab)
-        with running(model, batch, this, mesh) as (mine, store, tier_bytes):
+        with running(model, this, mesh) as (deal, store, tier_bytes):
+            mine = deal(batch)
             del batch
+            # Kernels, threads and connections take memory when they are first used, whatever the length.
+            model(deal(document(min(WARM_UP_TOKENS, this.tokens), this.shape.vocab))).objective.backward()
+            model.zero_grad(set_to_none=True)
             gc.collect()
             fixed = reset_peak()
             watch(this.cap_bytes)
@@ -219,19 +226,16 @@ def document(tokens: int, vocab: int) -> TokenBatch:
 
 @contextmanager
 def running(
-    model: Decoder, batch: TokenBatch, this: Try, mesh: DeviceMesh
-) -> Iterator[tuple[TokenBatch, TensorStore | None, int]]:
-    """Have the model run the way of a side; gives this rank's tokens, the store, and bytes of its slots."""
+    model: Decoder, this: Try, mesh: DeviceMesh
+) -> Iterator[tuple[Callable[[TokenBatch], TokenBatch], TensorStore | None, int]]:
+    """Have the model run the way of a side; gives what deals out a batch, the store, and bytes of its slots."""
     shape, chunks, arch = this.shape, this.chunks, model.arch
     loss_rows = max(chunks.loss // shape.ranks, 1)
     if this.side == "streamed":
         stream = Stream(chunks.chunk, min(chunks.ffn, chunks.chunk), chunks.kv, this.save_attention)
-        layout = SequenceLayout(
-            LayoutKind.INTERLEAVED, batch.stream_tokens, shape.ranks, batch.cu_seqlens, chunk_tokens=chunks.chunk
-        )
         sizes = StreamSizes(
             stream,
-            layout.tokens,
+            this.tokens,
             shape.layers,
             shape.hidden,
             shape.heads,
@@ -246,22 +250,31 @@ def running(
             model.use_runner(StreamingRunner(stream, store, transport=transport))
             piece = chunks.chunk // shape.ranks
             model.loss_head = ChunkedLossHead(loss_rows, stream=RowStream(store, piece))
-            yield batch.local(layout, mesh[Axis.CP].get_local_rank()), store, _size(slabs)
+            yield partial(in_chunks, chunk_tokens=chunks.chunk, mesh=mesh), store, _size(slabs)
         return
-    mine = share_heads(model, batch, mesh) if shape.ranks > 1 else batch
+    deal = share_heads(model, mesh, this.tokens) if shape.ranks > 1 else _whole
     if this.side == "plain":
         model.loss_head = DenseLossHead()
-        yield mine, None, 0
+        yield deal, None, 0
         return
-    slabs = {"input": Slab(shape.layers, mine.tokens * shape.hidden * 4)}
+    slabs = {"input": Slab(shape.layers, this.tokens // shape.ranks * shape.hidden * 4)}
     with open_store(chunks.tier, slabs, directory=this.folder) as store:
         model.use_runner(RecomputeRunner(store))
         model.loss_head = ChunkedLossHead(loss_rows)
-        yield mine, store, _size(slabs)
+        yield deal, store, _size(slabs)
 
 
-def share_heads(model: Decoder, batch: TokenBatch, mesh: DeviceMesh) -> TokenBatch:
-    """Attention with heads exchanged between the ranks; this rank's tokens."""
+def in_chunks(batch: TokenBatch, chunk_tokens: int, mesh: DeviceMesh) -> TokenBatch:
+    """This rank's part of every chunk."""
+    axis = mesh[Axis.CP]
+    layout = SequenceLayout(
+        LayoutKind.INTERLEAVED, batch.stream_tokens, axis.size(), batch.cu_seqlens, chunk_tokens=chunk_tokens
+    )
+    return batch.local(layout, axis.get_local_rank())
+
+
+def share_heads(model: Decoder, mesh: DeviceMesh, tokens: int) -> Callable[[TokenBatch], TokenBatch]:
+    """Attention with heads exchanged between the ranks; gives what deals out a batch of so many tokens."""
     arch, ranks = model.arch, mesh[Axis.CP].size()
     choice = choose_context_method(
         "ulysses",
@@ -270,12 +283,16 @@ def share_heads(model: Decoder, batch: TokenBatch, mesh: DeviceMesh) -> TokenBat
         groups=arch.groups,
         ranks_per_node=ranks,
         windows=[None],
-        local_tokens=batch.tokens // ranks,
+        local_tokens=tokens // ranks,
     )
     core = ContextAttention(choice, mesh, cast(LocalAttention, LocalAttention()))
     for block in model.blocks:
         block.attention_core = core
-    return core.shard(batch)
+    return core.shard
+
+
+def _whole(batch: TokenBatch) -> TokenBatch:
+    return batch
 
 
 def _size(slabs: dict[str, Slab]) -> int:

@@ -39,6 +39,7 @@ class StreamShape:
         kv: Where keys and values of the layer being run are.
         save_attention: What is kept beside the inputs.
         read_slots: Copies of each tensor that comes from the tier: 2 where the next one comes while one is used.
+        overlap: Whether heads travel between ranks while neighbouring chunks compute.
     """
 
     tokens: int
@@ -57,6 +58,7 @@ class StreamShape:
     kv: Literal["device", "offload"] = "device"
     save_attention: Literal["none", "context", "all"] = "context"
     read_slots: int = 2
+    overlap: bool = True
 
     @property
     def sum_bytes(self) -> int:
@@ -163,11 +165,29 @@ def normed_inputs(s: StreamShape) -> int:
     return s.chunk_here * s.hidden * s.element_bytes
 
 
+def context_gradient(s: StreamShape) -> int:
+    """d_context: `c H d e`."""
+    return s.chunk_here * s.heads * s.head_dim * s.element_bytes
+
+
 def exchanged_outputs(s: StreamShape) -> int:
-    """d_context, and with more than one rank dout and out after the exchange: `c H d e`, `2 C H' d e`."""
+    """With more than one rank dout and out after the exchange: `2 C H' d e`."""
     rows = s.chunk_here * s.ranks
-    before = s.chunk_here * s.heads * s.head_dim * s.element_bytes
-    return before + (0 if s.ranks == 1 else 2 * rows * s.heads_here * s.head_dim * s.element_bytes)
+    return 0 if s.ranks == 1 else 2 * rows * s.heads_here * s.head_dim * s.element_bytes
+
+
+def under_way(s: StreamShape) -> int:
+    """Two more chunks, whose heads travel: one on its way to its row, the other one's gradients on their way home.
+
+    Both keep x, dx, normed inputs, q, k, v: `2 c (3 h + (H + 2G) d) e`. Sent and received are q, context and d_context,
+    or q alone: `2 c 3H d e`, `2 c H d e`; and dq, dk, dv: `2 c (H + 2G) d w`.
+    """
+    if s.ranks == 1 or not s.overlap:
+        return 0
+    of_heads = s.heads + 2 * s.groups
+    kept = 2 * (3 * s.hidden + of_heads * s.head_dim) * s.element_bytes
+    there = 2 * (1 if s.save_attention == "none" else 3) * s.heads * s.head_dim * s.element_bytes
+    return s.chunk_here * (kept + there + 2 * of_heads * s.head_dim * s.sum_bytes)
 
 
 def key_values(s: StreamShape) -> int:
@@ -227,34 +247,38 @@ def loss_range(s: StreamShape) -> int:
     return s.sum_bytes * s.loss_range * s.vocab + 5 * rows
 
 
-def moments(s: StreamShape) -> dict[str, dict[str, int]]:
-    """What is on the device beside gathered weights, by moment of the step and name."""
-    row = {"integers": integers(s), "rotations": rotations(s), "hidden": hidden_slots(s)}
-    head = row | {"head gradient": head_gradient(s)}
-    before, done = finished_gradients(s, s.layers - 1), finished_gradients(s, s.layers)
-    block = head | {"finished": before, "saved": saved_slots(s), "weight sums": weight_sums(s)}
-    block |= {"keys and values": key_values(s), "heads": chunk_heads(s), "context": exchanged_outputs(s)}
-    return {
-        "loss": head | {"loss range": loss_range(s)},
-        "head": head | {"scaled": s.element_bytes * s.embedding_weights},
-        "feed-forward": block | {"activations": ffn_activations(s), "chunk": down_gradient(s)},
-        "feed-forward's weights": block | {"gradients": ffn_gradients(s), "chunk": post_gradients(s)},
-        "attention": block | {"row": row_gradients(s), "normed": normed_inputs(s)},
-        "attention's weights": block | {"gradients": head_gradients(s), "chunk": pre_gradients(s)},
-        "block's reduction": head | {"finished": before, "reduction": reduction(s, s.block_weights)},
-        "embedding": head | {"finished": done, "sums": s.sum_bytes * s.embedding_weights},
-        "embedding's reduction": row | {"finished": done, "reduction": reduction(s, s.embedding_weights)},
-    }
-
-
-def device_bytes(s: StreamShape, *, gathered: bool = True) -> int:
-    """Most bytes on the device at one time.
+def moments(s: StreamShape, *, gathered: bool = True) -> dict[str, dict[str, int]]:
+    """What is on the device, by moment of the step and name.
 
     Args:
         s: The run.
         gathered: Whether weights are gathered from shards, and not there anyway.
     """
-    return (gathered_weights(s) if gathered else 0) + max(sum(terms.values()) for terms in moments(s).values())
+    row = {"integers": integers(s), "rotations": rotations(s), "hidden": hidden_slots(s)}
+    whole = row | {"weights": gathered_weights(s) if gathered else 0}
+    head = whole | {"head gradient": head_gradient(s)}
+    before, done = finished_gradients(s, s.layers - 1), finished_gradients(s, s.layers)
+    block = head | {"finished": before, "saved": saved_slots(s), "weight sums": weight_sums(s)}
+    block |= {"keys and values": key_values(s), "d_context": context_gradient(s), "under way": under_way(s)}
+    attention = block | {"heads": chunk_heads(s), "context": exchanged_outputs(s)}
+    post = attention if s.save_attention == "none" else block
+    return {
+        "loss": head | {"loss range": loss_range(s)},
+        "head": head | {"scaled": s.element_bytes * s.embedding_weights},
+        "feed-forward": post | {"activations": ffn_activations(s), "chunk": down_gradient(s)},
+        "feed-forward's weights": post | {"gradients": ffn_gradients(s), "chunk": post_gradients(s)},
+        "attention": attention | {"row": row_gradients(s), "normed": normed_inputs(s)},
+        "attention's weights": attention | {"gradients": head_gradients(s), "chunk": pre_gradients(s)},
+        "block's reduction": head | {"finished": before, "reduction": reduction(s, s.block_weights)},
+        "embedding": head | {"finished": done, "sums": s.sum_bytes * s.embedding_weights},
+        # Gathered weights are given back before their gradients are reduced.
+        "embedding's reduction": row | {"finished": done, "reduction": reduction(s, s.embedding_weights)},
+    }
+
+
+def device_bytes(s: StreamShape, *, gathered: bool = True) -> int:
+    """Most bytes on the device at one time; arguments as in `moments`."""
+    return max(sum(terms.values()) for terms in moments(s, gathered=gathered).values())
 
 
 def tier_bytes(s: StreamShape) -> int:
