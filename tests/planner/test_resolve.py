@@ -15,8 +15,9 @@ from freight.config.schema import Config
 from freight.errors import ConfigError
 from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import Hardware
-from freight.planner.resolve import DataFacts, resolve
-from freight.planner.words import count
+from freight.planner.plan import DataFacts
+from freight.planner.resolve import resolve
+from freight.planner.words import count, plan_words
 from tests.config.example import example, put, write
 
 FACTS = DataFacts(num_documents=640, num_rows=84, num_tokens=10_000, max_length=60)
@@ -47,7 +48,7 @@ def test_rows_microbatches_and_tokens_follow_by_arithmetic():
     assert (
         "step: 6 rows x 128 tokens = 768 tokens; 2 microbatches x 4 rows = 8 rows, 2 of them filler without labels; "
         "a microbatch is 512 tokens"
-    ) in plan.words()
+    ) in plan_words(plan)
 
 
 def test_defaults_are_one_row_per_microbatch_and_one_document_per_row_without_packing():
@@ -77,10 +78,10 @@ def test_documents_per_step_become_rows_once_the_data_is_known():
     changes = {"train__global_batch_size": None, "train__global_batch_documents": 128}
     unknown = plan_of(**changes)
     assert unknown.rows_per_step is unknown.tokens_per_step is unknown.microbatches_per_step is None
-    assert any("rows follow once the data is packed" in line for line in unknown.words())
+    assert any("rows follow once the data is packed" in line for line in plan_words(unknown))
     plan = plan_of(data=FACTS, **changes)
     assert plan.rows_per_step == max(1, round(128 / (640 / 84))) == 17
-    assert any("global batch 128 documents / n 7.62 = 16.8 -> 17 rows = 129.5 documents" in w for w in plan.words())
+    assert any("global batch 128 documents / n 7.62 = 16.8 -> 17 rows = 129.5 documents" in w for w in plan_words(plan))
 
 
 def test_tokens_per_step_are_used_directly():
@@ -147,7 +148,7 @@ def test_decay_groups_are_those_of_the_real_model(preset):
     ],
 )
 def test_the_kernel_is_named_for_any_device(hardware, line):
-    assert any(words.startswith(line) for words in plan_of(hardware=hardware).words())
+    assert any(words.startswith(line) for words in plan_words(plan_of(hardware=hardware)))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +178,10 @@ def test_all_faults_of_config_and_architecture_come_together():
 
 
 def test_what_changes_the_results_is_listed():
-    assert plan_of().words()[-1] == "changes the results beyond rounding: nothing"
-    words = plan_of(train__label_smoothing=0.1, data__truncation="cut_right", model__attention_dropout=0.1).words()[-1]
+    assert plan_words(plan_of())[-1] == "changes the results beyond rounding: nothing"
+    words = plan_words(plan_of(train__label_smoothing=0.1, data__truncation="cut_right", model__attention_dropout=0.1))[
+        -1
+    ]
     assert words.endswith("attention dropout 0.1, label smoothing 0.1, longer documents lose their end")
 
 
@@ -188,4 +191,4 @@ def test_numbers_for_people():
 
 def test_a_loaded_file_resolves(tmp_path: Path):
     config = load_config(write(tmp_path, example(tmp_path)))
-    assert len(resolve(config, architecture_of(config.model)).words()) == 9
+    assert len(plan_words(resolve(config, architecture_of(config.model)))) == 9

@@ -13,10 +13,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +23,7 @@ import torch
 
 from freight.bench.context_rank import DTYPES, RIVAL, Task
 from freight.bench.options import chosen_options
+from freight.bench.rank_processes import module_command, run_ranks
 from freight.bench.ringmaster_ulysses import version
 from freight.bench.slow_network import Network, slow_network
 from freight.errors import ConfigError
@@ -127,41 +125,25 @@ def _checked(chosen: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_ranks(task: Task, network: Network, folder: Path) -> list[dict[str, Any]]:
-    (folder / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
-    # torch's gloo reads the interface from there; one thread per rank, whatever this process uses. `env` adds to the
-    # environment; to hand over a whole one, it would have to be read first.
-    variables = ["/usr/bin/env", f"GLOO_SOCKET_IFNAME={network.interface}", "OMP_NUM_THREADS=1"]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, prefix in enumerate(network.prefixes):
-            command = [*prefix, *variables, sys.executable, "-m", "freight.bench.context_rank", str(rank), str(folder)]
-            with (folder / f"rank{rank}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-        _wait_for(processes, folder)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(task.ranks)]
-
-
-def _wait_for(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well.
+    """What every rank saw.
 
     Raises:
         ConfigError: One has failed, in its own words, or all take too long.
     """
-    end = time.monotonic() + RUN_SECONDS
-    while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                words = (folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise ConfigError(f"rank {rank} ended with code {code}: {' / '.join(words[-SHOWN_LINES:])}")
-        if all(code == 0 for code in codes):
-            return
-        time.sleep(0.1)
-    raise ConfigError(f"the ranks did not finish within {RUN_SECONDS:g} s. Use fewer `tokens` or `repeats`.")
+    (folder / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+    # torch's gloo reads the interface from there; one thread per rank, whatever this process uses.
+    variables = {"GLOO_SOCKET_IFNAME": network.interface, "OMP_NUM_THREADS": 1}
+    commands = [
+        module_command("freight.bench.context_rank", str(rank), str(folder), variables=variables, prefix=prefix)
+        for rank, prefix in enumerate(network.prefixes)
+    ]
+    ended = run_ranks(commands, folder, RUN_SECONDS)
+    if ended.failed is not None:
+        words = ended.said(ended.failed, SHOWN_LINES)
+        raise ConfigError(f"rank {ended.failed} ended with code {ended.codes[ended.failed]}: {words}")
+    if ended.timed_out:
+        raise ConfigError(f"the ranks did not finish within {RUN_SECONDS:g} s. Use fewer `tokens` or `repeats`.")
+    return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(task.ranks)]
 
 
 def _figures(task: Task, network: Network, seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import torch
 
 from freight import __version__
 from freight.bench.options import chosen_options
+from freight.bench.rank_processes import module_command, run_ranks
 from freight.bench.streaming_sides import OVER_CAP, Chunks, Shape, Side, Try
 from freight.errors import ConfigError, DataError
 from freight.memory.stores import Tier
@@ -63,7 +63,6 @@ OPTIONS: dict[str, Any] = {
 SHARE_OF_LONGEST = 0.9
 CAP_TOKENS = 256
 LOSS_TOLERANCE = 1e-5  # relative, in float32
-POLL_SECONDS = 0.02
 # A large model on few tokens: what a layer of Llama-8B needs, with a vocabulary that does not matter beside it.
 REAL_SHAPE = {"layers": 1, "hidden": 4096, "ffn": 14_336, "heads": 32, "groups": 8, "vocab": 1024}
 # Its keys and values are 8 KiB a token of one rank, too many for the device.
@@ -75,6 +74,7 @@ REAL_WAY = {
     "repeats": 1,
     "cap_bytes": None,
 }
+SIDES = "freight.bench.streaming_sides"
 # glibc keeps freed memory by rules that depend on what was freed before; fixed thresholds give it back at once.
 VARIABLES = {"MALLOC_MMAP_THRESHOLD_": 131_072, "MALLOC_TRIM_THRESHOLD_": 131_072, "OMP_NUM_THREADS": 1}
 
@@ -353,47 +353,23 @@ def attempt_in_processes(this: Try, folder: Path, max_seconds: float) -> Outcome
     Raises:
         DataError: One failed, in its own words.
     """
-    variables = [f"{name}={value}" for name, value in VARIABLES.items()]
-    module = [sys.executable, "-W", "ignore", "-m", "freight.bench.streaming_sides"]
-    processes = []
-    try:
-        for rank in range(this.shape.ranks):
-            with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as err:
-                # `env` adds to the environment; to hand over a whole one, it would have to be read first.
-                command = ["/usr/bin/env", *variables, *module, str(rank), str(folder / "meeting")]
-                command.append(json.dumps(asdict(this)))
-                processes.append(subprocess.Popen(command, stdout=out, stderr=err))
-        timed_out = not _ended(processes, time.monotonic() + max_seconds)
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if timed_out:
+    task = json.dumps(asdict(this))
+    commands = [
+        module_command(SIDES, str(rank), str(folder / "meeting"), task, variables=VARIABLES)
+        for rank in range(this.shape.ranks)
+    ]
+    ended = run_ranks(commands, folder, max_seconds)
+    if ended.timed_out:
         return Outcome(False, "time", {})
-    if OVER_CAP in codes:
+    if OVER_CAP in ended.codes:
         return Outcome(False, "memory", {})
-    for rank, code in enumerate(codes):
-        if code:
-            said = (folder / f"{rank}.err").read_text().strip().splitlines() or [f"exit code {code}"]
-            raise DataError(f"rank {rank} of the side {this.side} failed at {this.tokens} tokens: {said[-1]}")
-    ranks = [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(this.shape.ranks)]
+    if ended.failed is not None:
+        words = ended.said(ended.failed)
+        raise DataError(f"rank {ended.failed} of the side {this.side} failed at {this.tokens} tokens: {words}")
+    ranks = [json.loads(ended.printed(rank)) for rank in range(this.shape.ranks)]
     largest = max(ranks, key=lambda figures: figures["peak_bytes"])
     seconds = [max(of_ranks) for of_ranks in zip(*(figures["seconds"] for figures in ranks), strict=True)]
     return Outcome(True, None, {**largest, "seconds": seconds})
-
-
-def _ended(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Wait until all have ended well or one has not; False at the deadline."""
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if all(code == 0 for code in codes):
-            return True
-        if any(codes):
-            time.sleep(POLL_SECONDS)  # the one that was above the cap may end just after one that lost it
-            return True
-        time.sleep(POLL_SECONDS)
-    return False
 
 
 def longest_length(

@@ -12,7 +12,7 @@ from freight.cli.inputs import ConfigPath, Overrides, read_config
 if TYPE_CHECKING:
     from freight.config.architecture import Architecture
     from freight.config.schema import Config
-    from freight.planner.resolve import DataFacts
+    from freight.planner.plan import DataFacts
 
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved config and stop.")]
 
@@ -34,6 +34,7 @@ def check(
     from freight.assemble.build import architecture_for, weights_for
     from freight.ops.attention_backends import hardware_of
     from freight.planner.resolve import resolve
+    from freight.planner.words import plan_words
     from freight.train.launch import device_bytes
 
     arch = architecture_for(loaded)
@@ -45,7 +46,7 @@ def check(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = device_bytes(device)
     plan = resolve(loaded, arch, data=facts, hardware=hardware_of(device), device_bytes=memory, adapted=adapted)
-    for line in plan.words():
+    for line in plan_words(plan):
         say(line)
 
 

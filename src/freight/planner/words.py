@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from freight.config.data_checks import algorithm, reads_packed
 from freight.data.pack.batch_size import batch_size_sentence
 from freight.ops.attention_backends import Choice
 from freight.planner.execution_words import execution_words
-
-if TYPE_CHECKING:
-    from freight.planner.resolve import Plan
+from freight.planner.plan import Plan
 
 
 def plan_words(plan: Plan) -> list[str]:

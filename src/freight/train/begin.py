@@ -12,6 +12,7 @@ import yaml
 
 from freight.config.schema import Config
 from freight.data.tokens.tokenise import remarks
+from freight.planner.words import plan_words
 from freight.train.data_facts import data_facts
 from freight.train.launch import World, environment
 from freight.train.resume import CONFIG_FILE, claim_run_folder, find_checkpoint, refuse_held_folder
@@ -79,7 +80,7 @@ def begin(
         for concern in concerns:
             warn(concern)
     world.on_first(claim)
-    for line in prepared.plan.words():
+    for line in plan_words(prepared.plan):
         tell(line)
     return prepared, checkpoint
 
@@ -91,6 +92,6 @@ def _describe_run(prepared: Prepared, run_dir: Path) -> None:
     (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     write_status(run_dir, RunStatus("running", total_steps=prepared.total_steps))
     write_json(run_dir / "environment.json", environment())
-    write_plan(run_dir, prepared.plan.words())
+    write_plan(run_dir, plan_words(prepared.plan))
     indexed = prepared.rows.indexed()
     write_json(run_dir / DATA_FILE, {} if indexed is None else data_facts(indexed))

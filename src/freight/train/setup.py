@@ -31,7 +31,8 @@ from freight.nn.decoder import Decoder
 from freight.ops.attention_backends import hardware_of
 from freight.parallel.mesh import build_mesh
 from freight.planner.execution import world_faults
-from freight.planner.resolve import Plan, data_facts, resolve
+from freight.planner.plan import Plan
+from freight.planner.resolve import data_facts, resolve
 from freight.planner.tier_space import tier_faults
 from freight.train.launch import World, device_bytes, free_host_bytes
 from freight.train.optimizer import build_optimizer
