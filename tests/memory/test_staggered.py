@@ -44,11 +44,14 @@ def test_a_task_that_is_not_due_is_not_made() -> None:
     made: list[int] = []
 
     def task(number: int) -> Iterator[None]:
-        made.append(number)
         if number == 1:
             raise ValueError("full")
         yield
 
+    def make(number: int) -> Iterator[None]:
+        made.append(number)
+        return task(number)
+
     with pytest.raises(ValueError, match="full"):
-        staggered((task(number) for number in range(9)), overlap=True)
+        staggered((make(number) for number in range(9)), overlap=True)
     assert made == [0, 1]

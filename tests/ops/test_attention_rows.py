@@ -64,3 +64,13 @@ def test_every_pair_once(lengths: list[int], padding: int, chunk: int, window: i
         seen_from = row.keys[0]
         oldest = min((k for q, k in pairs if row.queries[0] <= q < row.queries[1]), default=row.queries[0])
         assert row.keys[0] <= oldest < row.keys[0] + chunk
+
+
+def test_equal_parts_share_a_schedule() -> None:
+    """There are as many parts as pairs of chunks: of a long document all but the squares are alike."""
+    batch = TokenBatch.from_documents([[1] * 120])
+    chunks = [(start, start + 10) for start in range(0, 120, 10)]
+    q = torch.zeros(1, 2, 4)
+    rows = RowAttention(LocalAttention(), batch, AttentionSpec(1.0), chunks).rows(q, q, by_block=True)
+    schedules = [part.schedule for row in rows for part in row.parts]
+    assert len(schedules) == 12 * 13 // 2 and len({id(schedule) for schedule in schedules}) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -30,15 +31,17 @@ def test_gradients_are_the_plain_ones_and_overlap_changes_no_bit(ranks: RankPool
         expected = running.gradients(model, PlainRunner(), batch)
         assert len(expected) > 1
         for of_rank, other in zip(overlapped, in_turn, strict=True):
-            found, exchanges = of_rank[number]
-            assert_close({name: x / 3 for name, x in found.items()}, expected)
-            assert_equal(other[number][0], found)
-            assert other[number][1] == exchanges
+            found = of_rank[number]
+            assert_close({name: x / 3 for name, x in found.gradients.items()}, expected)
+            assert_equal(other[number].gradients, found.gradients)
+            assert other[number].exchanges == found.exchanges
+            assert other[number].most == 1 and found.most >= 2, way
 
 
-def test_a_block_exchanges_four_times_a_chunk_and_once_more_for_keys(ranks: RankPool) -> None:
-    """Two there, two back; a chunk whose keys a later row has made anew sends none of its own."""
+@pytest.mark.parametrize(("kept", "of_chunk", "of_keys"), [("context", 4, 1), ("none", 6, 1), ("all", 4, 0)])
+def test_a_block_exchanges_heads_so_often(ranks: RankPool, kept: Any, of_chunk: int, of_keys: int) -> None:
+    """Two there and two back, two more where attention runs again, one where keys are made anew for a later chunk."""
     chunks = 6
-    one_layer = Way(model=VARIANTS["llama"] | dict(num_layers=1))
-    for of_rank in ranks.run(gradients, 2, 2, 2, [one_layer], True):
-        assert of_rank[0][1] == 4 * chunks + (chunks - 1)
+    one_layer = Way(kept, model=VARIANTS["llama"] | dict(num_layers=1))
+    for (seen,) in ranks.run(gradients, 2, 2, 2, [one_layer], True):
+        assert seen.exchanges == of_chunk * chunks + of_keys * (chunks - 1)

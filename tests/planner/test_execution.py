@@ -46,6 +46,7 @@ def test_auto_chunks() -> None:
     for tokens, chunk, ffn, loss in (
         (65536, 16384, 8192, 1024),
         (262144, 65536, 32768, 2048),
+        (400_000, 65536, 32768, 2048),
         (1 << 22, 65536, 32768, 2048),
         (100, 25, 12, 25),
     ):
@@ -53,6 +54,13 @@ def test_auto_chunks() -> None:
         plan = resolve_execution(run, arch_of(run), tokens)
         assert plan.stream is not None and plan.stream.kv == "device"
         assert (plan.stream.chunk_tokens, plan.stream.ffn_chunk_tokens, plan.loss_chunk_tokens) == (chunk, ffn, loss)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_heads_of_a_stream_travel_meanwhile_as_the_config_says(overlap: bool) -> None:
+    run = config(parallel={"context": 2}, fpdt={}, overlap={"context": overlap})
+    stream = resolve_execution(run, arch_of(run), 65536).stream
+    assert stream is not None and stream.overlap is overlap
 
 
 def test_a_row_is_padded_to_what_the_ranks_need() -> None:

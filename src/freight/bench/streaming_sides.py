@@ -1,7 +1,7 @@
 """One try of the streaming benchmark on one rank: a model, a way to run it, a few optimizer steps, and their memory.
 
-Every try is a process that has done nothing else, so that its resident memory is that of one side at one length. The
-three sides are
+Every try is a process of its own, which has only run a few tokens to have kernels, threads and connections there, so
+that its resident memory is that of one side at one length. The three sides are
 
 - `plain`: everything stays for backward, and the loss has all logits;
 - `recompute`: every block again in backward, its input on the tier meanwhile, and the loss in chunks;

@@ -40,26 +40,27 @@ class BackwardPass:
     def run(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input, if asked for, and of `layer.trained()`."""
         layer = self._layer
-        chunk = self._repeated if layer.stream.save_attention == "none" else self._saved
+        chunk = self._attend_and_differentiate if layer.stream.save_attention == "none" else self._differentiate
         with layer.autocast.again(), torch.enable_grad():
             staggered((chunk(i) for i in reversed(range(len(layer.chunks)))), overlap=layer.overlap)
         layer.store.settle()
+        del self._keys
         return self._d_hidden, self._sums.rounded()
 
-    def _saved(self, i: int) -> Iterator[None]:
+    def _differentiate(self, i: int) -> Iterator[None]:
         """All of one chunk whose context is in the store; yields while heads travel."""
         layer = self._layer
-        x, dy = self._read(i)
+        x = self._read_input(i)
         context, lse = (layer.store.get(layer.key(name, i)) for name in ("context", "lse"))
         self._prefetch(i - 1)
-        dx, d_context = self._post(i, x, context, dy)
+        dx, d_context = self._post(i, x, context)
         heads = layer.block.pre(x, layer.tokens(*layer.local(i)))
         if not any(tensor.requires_grad for tensor in heads):
             self._write(i, dx)
             return
         own = self._own_keys(i, heads)
         arriving = layer.transport.start_scatter_heads(heads[0].detach(), d_context, context, *own, kv=len(own))
-        del dy, context, d_context, own
+        del context, d_context, own
         yield
         q, dout, out, *own = arriving.wait()
         self._provide(i, own)
@@ -68,10 +69,10 @@ class BackwardPass:
         yield
         self._finish(i, x, dx, heads, going.wait())
 
-    def _repeated(self, i: int) -> Iterator[None]:
+    def _attend_and_differentiate(self, i: int) -> Iterator[None]:
         """All of one chunk whose attention runs again first."""
         layer = self._layer
-        x, dy = self._read(i)
+        x = self._read_input(i)
         self._prefetch(i - 1)
         heads = layer.block.pre(x, layer.tokens(*layer.local(i)))
         own = self._own_keys(i, heads)
@@ -83,23 +84,21 @@ class BackwardPass:
         with torch.no_grad():
             out, lse = layer.attention.forward(layer.rows[i], q, self._keys.parts(layer.rows[i]))
         (context,) = layer.transport.gather_heads(out)
-        dx, d_context = self._post(i, x, context, dy)
+        dx, d_context = self._post(i, x, context)
         if not any(tensor.requires_grad for tensor in heads):
             self._keys.end_row(layer.rows[i])
             self._write(i, dx)
             return
         (dout,) = layer.transport.scatter_heads(d_context)
         going = self._row(i, dout, q, out, lse)
-        del arriving, q, own, out, lse, context, d_context, dout, dy
+        del arriving, q, own, out, lse, context, d_context, dout
         yield
         self._finish(i, x, dx, heads, going.wait())
 
-    def _read(self, i: int) -> tuple[Tensor, Tensor]:
-        """A chunk of the input, as the leaf of a graph, and of the output's gradient."""
-        layer = self._layer
-        a, b = layer.local(i)
-        x = layer.store.read(self._hidden[a:b]).detach().requires_grad_(self._needs_hidden)
-        return x, layer.store.read(self._d_output[a:b])
+    def _read_input(self, i: int) -> Tensor:
+        """A chunk of the input, as the leaf of a graph."""
+        a, b = self._layer.local(i)
+        return self._layer.store.read(self._hidden[a:b]).detach().requires_grad_(self._needs_hidden)
 
     def _prefetch(self, i: int) -> None:
         """Have what a chunk needs come."""
@@ -110,10 +109,11 @@ class BackwardPass:
             for name in ("context", "lse"):
                 layer.store.prefetch(layer.key(name, i))
 
-    def _post(self, i: int, x: Tensor, context: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _post(self, i: int, x: Tensor, context: Tensor) -> tuple[Tensor | None, Tensor]:
         """Gradients of `post` at its two inputs; adds those of its weights."""
         layer = self._layer
-        start, _ = layer.local(i)
+        start, stop = layer.local(i)
+        dy = layer.store.read(self._d_output[start:stop])
         dx = torch.empty_like(x) if x.requires_grad else None
         d_context = torch.empty_like(context)
         for a, b in layer.ranges(x.shape[0]):
@@ -127,21 +127,21 @@ class BackwardPass:
         return dx, d_context
 
     def _own_keys(self, i: int, heads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Keys and values that a chunk's own row is the first to see; none if one after it has seen them."""
+        """Keys and values that are not there yet: those of a chunk that no row after it has seen."""
         layer = self._layer
         seen = i + 1 < len(layer.rows) and layer.rows[i + 1].keys[0] <= layer.rows[i].queries[0]
-        return () if seen else [tensor.detach() for tensor in heads[1:]]
+        return () if seen or layer.stream.save_attention == "all" else [tensor.detach() for tensor in heads[1:]]
 
     def _provide(self, i: int, own: Sequence[Tensor]) -> None:
         """Have keys and values of all chunks that row i sees."""
         layer = self._layer
-        if not self._keys.has(i):
+        if own:
             self._keys.add(i, *own)
         first = layer.rows[i].keys[0]
-        earlier = [j for j in range(i - 1, -1, -1) if layer.chunks[j][0] >= first and not self._keys.has(j)]
-        staggered((self._earlier_keys(j) for j in earlier), overlap=layer.overlap)
+        missing = [j for j in range(i, -1, -1) if layer.chunks[j][0] >= first and not self._keys.has(j)]
+        staggered((self._add_keys(j) for j in missing), overlap=layer.overlap)
 
-    def _earlier_keys(self, j: int) -> Iterator[None]:
+    def _add_keys(self, j: int) -> Iterator[None]:
         """Keys and values of one chunk, from the store or made anew; yields while they travel."""
         layer = self._layer
         if layer.stream.save_attention == "all":

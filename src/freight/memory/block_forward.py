@@ -92,8 +92,9 @@ class ForwardPass:
         """For backward, unless `StoredKeyValues` leaves them in the store."""
         layer = self._layer
         if self._kept is not None and layer.stream.save_attention == "all" and layer.stream.kv == "device":
-            layer.store.put(layer.key("k", i), k)
-            layer.store.put(layer.key("v", i), v)
+            # Made of one message with the queries, which would be kept with them.
+            layer.store.put(layer.key("k", i), k.contiguous())
+            layer.store.put(layer.key("v", i), v.contiguous())
 
     def _save_context(self, i: int, context: Tensor, lse: Tensor) -> None:
         layer = self._layer

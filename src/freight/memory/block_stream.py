@@ -49,28 +49,28 @@ class BlockStream:
         setting: Of the runner.
         block: To run.
         batch: Where documents lie.
-        device_type: Where it computes.
     """
 
-    def __init__(self, setting: StreamSetting, block: RunnableBlock, batch: TokenBatch, device_type: str) -> None:
+    def __init__(self, setting: StreamSetting, block: RunnableBlock, batch: TokenBatch) -> None:
         self.stream, self.store, self.transport = setting.stream, setting.store, setting.transport
         self.block, self.batch = block, batch
+        self.owner = next(setting.owners)
+        self.chunks = chunk_ranges(batch.stream_tokens, self.stream.chunk_tokens)
         spec = block.attention_spec
         if not spec.causal:
             raise ConfigError(
                 "`fpdt` needs causal attention; `model.causal` is false. "
                 "Remove `fpdt`, or use `parallel.context` with recompute."
             )
-        self.owner = next(setting.owners)
         self.record = BlockRecord()
-        self.chunks = chunk_ranges(batch.stream_tokens, self.stream.chunk_tokens)
         self.attention = RowAttention(
             setting.attention, batch, spec, self.chunks, self.transport.first_head, self.transport.pieces
         )
         self.overlap = self.stream.overlap and self.transport.size > 1  # one rank waits for nobody
         self.rows: tuple[Row, ...] = ()  # of backward
         self.lent = False  # whether input and output are the store's
-        self.autocast = AutocastState(device_type)
+        # Where it computes; hidden states may lie on a tier.
+        self.autocast = AutocastState(next(block.parameters()).device.type)
 
     def __del__(self) -> None:
         """What no backward came for is freed with the graph."""

@@ -20,13 +20,13 @@ def staggered(tasks: Iterable[Iterator[None]], *, overlap: bool) -> None:
     """
     under_way: list[Iterator[None]] = []  # latest first
     for task in tasks:
-        under_way = _further([task, *under_way])
+        under_way = _advance([task, *under_way])
         while under_way and not overlap:
-            under_way = _further(under_way)
+            under_way = _advance(under_way)
     while under_way:
-        under_way = _further(under_way)
+        under_way = _advance(under_way)
 
 
-def _further(tasks: Sequence[Iterator[None]]) -> list[Iterator[None]]:
+def _advance(tasks: Sequence[Iterator[None]]) -> list[Iterator[None]]:
     """One stage of each; those that have more."""
     return [task for task in tasks if next(task, DONE) is not DONE]

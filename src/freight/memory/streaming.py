@@ -61,7 +61,7 @@ class StreamingRunner:
     def run(self, block: RunnableBlock, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`; keeps nothing without gradients."""
         _refuse_units_inside(block)
-        layer = BlockStream(self.setting, block, batch, hidden.device.type)
+        layer = BlockStream(self.setting, block, batch)
         parameters = layer.trained()
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _StreamedBlock.apply(hidden, layer, *parameters)  # pyright: ignore[reportReturnType]

@@ -80,7 +80,7 @@ class Block(nn.Module):
         return self._project(self.attention.project, hidden, tokens)
 
     def keys(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pre`, bit for bit."""
+        """Keys and values as `pre` makes them, without queries."""
         return self._project(self.attention.project_keys, hidden, tokens)
 
     def _project(self, project: Callable[..., Any], hidden: Tensor, tokens: TokenRange) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from freight.ops.attention import LocalAttention, Schedule, add_backward, add_forward, pair_dropout
 from freight.ops.attention_blocks import PairDropout
 from freight.ops.attention_math import working_dtype
-from freight.ops.attention_plan import Range
+from freight.ops.attention_plan import AttentionPlan, Range
 from freight.ops.batch import TokenBatch
 from freight.ops.protocols import AttentionSpec
 from freight.ops.shard_plan import build_shard_plan
@@ -79,9 +79,12 @@ class RowAttention:
             by_block: The keys of each chunk lie in a tensor of their own; otherwise those of a row lie in one.
         """
         key = ("rows", self.core.key(q, k, self.spec), tuple(self.chunks), by_block)
-        return self.batch.cached(
-            key, lambda: tuple(self._row(q, k, number, by_block) for number in range(len(self.chunks)))
-        )
+
+        def make() -> tuple[Row, ...]:
+            schedules: dict[AttentionPlan, Schedule] = {}
+            return tuple(self._row(q, k, number, by_block, schedules) for number in range(len(self.chunks)))
+
+        return self.batch.cached(key, make)
 
     def forward(self, row: Row, q: Tensor, parts: Iterable[tuple[RowPart, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Attention of one row.
@@ -132,7 +135,8 @@ class RowAttention:
         first = dict(first_head=self.first_head, first_query=row.queries[0], first_key=part.keys[0])
         return pair_dropout(self.batch, self.spec, **first, q_numbers=row.numbers)
 
-    def _row(self, q: Tensor, k: Tensor, number: int, by_block: bool) -> Row:
+    def _row(self, q: Tensor, k: Tensor, number: int, by_block: bool, schedules: dict[AttentionPlan, Schedule]) -> Row:
+        """One row; equal parts share a schedule, as there are quadratically many of them."""
         starts, queries = self.batch.cu_seqlens, self.chunks[number]
         first, last = bisect_right(starts, queries[0]) - 1, bisect_left(starts, queries[1])
         segments = starts[first : last + 1], self.batch.lengths[first:last]
@@ -145,8 +149,9 @@ class RowAttention:
                 q, k, self.batch, self.spec, *segments, build=build_shard_plan, queries=here, keys=[block]
             )
             if plan.entries:
-                kernels = self.core.kernels(q, k, self.batch, self.spec, plan.entries)
-                parts.append(RowPart(block, Schedule(plan, *kernels)))
+                if plan not in schedules:
+                    schedules[plan] = Schedule(plan, *self.core.kernels(q, k, self.batch, self.spec, plan.entries))
+                parts.append(RowPart(block, schedules[plan]))
         numbers = None
         if tuple(here) != (queries,):
             numbers = torch.cat([torch.arange(*piece) for piece in here]).to(q.device)

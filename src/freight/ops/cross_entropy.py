@@ -140,7 +140,7 @@ def run_chunks(
         recipe: Of the loss.
         d_hidden: float32 (float64) `[rows, hidden]`, to be overwritten with the objective's gradient at these tokens.
         d_weight: float32 (float64) `[vocab, hidden]`, to which the objective's gradient is added.
-        room: Of `logits_room` for at least as many rows; made here if None.
+        room: Of `logits_room`, for at least as many rows as a chunk has; made here if None.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     objective, nll = hidden.new_zeros(2, rows.shape[0], dtype=dtype)
@@ -149,7 +149,8 @@ def run_chunks(
     if hidden.device.type == "cpu":
         weight = weight.to(dtype)  # here, not in every chunk
     num_chunks = -(-rows.shape[0] // recipe.chunk_tokens)
-    room = logits_room(hidden, weight, rows.shape[0], recipe) if room is None else room
+    longest = -(-rows.shape[0] // num_chunks)
+    room = logits_room(weight, longest, dtype) if room is None else room
     start = 0
     for chunk in rows.tensor_split(num_chunks):
         stop = start + chunk.shape[0]
@@ -169,10 +170,9 @@ def run_chunks(
     return objective, nll
 
 
-def logits_room(hidden: Tensor, weight: Tensor, rows: int, recipe: Recipe) -> Tensor:
-    """Memory for the logits of one chunk of at most so many rows, `[rows of the longest chunk, vocab]`."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return hidden.new_empty(min(rows, recipe.chunk_tokens), weight.shape[0], dtype=dtype)
+def logits_room(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Memory for logits `[rows, vocab]`, where the weight is: hidden states may lie on a tier."""
+    return weight.new_empty(rows, weight.shape[0], dtype=dtype)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

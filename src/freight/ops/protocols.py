@@ -61,7 +61,7 @@ class RunnableBlock(Protocol):
         ...
 
     def keys(self, hidden: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pre`, bit for bit."""
+        """Keys and values as `pre` makes them, without queries."""
         ...
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch) -> Tensor:

@@ -88,7 +88,8 @@ class _Streamed(torch.autograd.Function):
         sums = _Sums.zeros(weight, trained, needs_weight=needs[1])
         d_hidden = stream.store.lend("hidden", hidden, hidden.shape[0]) if needs[0] else None
         counts = _label_counts(labels, stream.tokens)
-        room = logits_room(hidden, weight, max(counts, default=0), recipe)
+        longest = min(max(counts, default=0), recipe.chunk_tokens)
+        room = logits_room(weight, longest, torch.promote_types(hidden.dtype, torch.float32))
         start = 0
         for count, (piece, values) in zip(counts, stream.read(hidden), strict=True):
             stop = start + piece.shape[0]

@@ -44,11 +44,14 @@ class Exchange:
 
     def then(self, function: Callable[..., tuple[Tensor, ...]]) -> Exchange:
         """This exchange with something done to its result; take that one's place."""
-        return Exchange(self._work, lambda: function(*self._finish()), *self._held)
+        finish = self._finish
+        return Exchange(self._work, lambda: function(*finish()), *self._held)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The result; called once."""
-        return self.arrived()._finish()
+        """The result; called once, after which the exchange holds nothing."""
+        finish = self.arrived()._finish
+        self._finish = tuple
+        return finish()
 
 
 class UlyssesTransport:
@@ -154,14 +157,17 @@ class UlyssesTransport:
             received = sent.new_empty(sum(sizes))
             work = self._all_to_all(received, sent.view(-1), sizes, [sizes[self.rank]] * self.size)
 
+        # What was sent is let go when all has arrived: `finish` holds none of it.
+        count, dtype = len(tensors), sent.dtype
+
         def finish() -> tuple[Tensor, ...]:
-            results = into or self._empty(sent, tokens, len(tensors), kv)
+            results = into or self._empty(received, (tokens, dim), count, kv)
             for slot, of_rank in zip(received.split(sizes), columns, strict=True):
                 parts = slot.view(tokens, -1, dim).split([stop - start for start, stop in of_rank], dim=1)
                 for number, (result, part, heads) in enumerate(zip(results, parts, of_rank, strict=True)):
                     target = _narrow(result, heads)
-                    target.copy_(part) if number < len(tensors) - kv else target.add_(part)
-            return tuple(results) if into else tuple(result.to(sent.dtype) for result in results)
+                    target.copy_(part) if number < count - kv else target.add_(part)
+            return tuple(results) if into else tuple(result.to(dtype) for result in results)
 
         return Exchange(work, finish, sent)
 
@@ -178,11 +184,12 @@ class UlyssesTransport:
         dtype = working_dtype(grad.dtype)
         return torch.stack([part.sum(1, dtype=dtype) for part in grad.split(self._runs, dim=1)], dim=1).to(grad.dtype)
 
-    def _empty(self, like: Tensor, tokens: int, count: int, kv: int) -> list[Tensor]:
-        """Where heads come home: key-value heads to zeros, because some may come from several ranks."""
+    def _empty(self, like: Tensor, shape: tuple[int, int], count: int, kv: int) -> list[Tensor]:
+        """Where heads `[tokens, heads, d]` come home: key-value heads to zeros, as some may come from several ranks."""
+        tokens, dim = shape
         dtype = working_dtype(like.dtype) if replicated(self.shares) else like.dtype
-        queries = [like.new_empty(tokens, self.heads, like.shape[2]) for _ in range(count - kv)]
-        return [*queries, *(like.new_zeros(tokens, self.groups, like.shape[2], dtype=dtype) for _ in range(kv))]
+        queries = [like.new_empty(tokens, self.heads, dim) for _ in range(count - kv)]
+        return [*queries, *(like.new_zeros(tokens, self.groups, dim, dtype=dtype) for _ in range(kv))]
 
     def _columns(self, share: HeadShare, count: int, kv: int) -> list[tuple[int, int]]:
         """The heads of each of `count` tensors that belong to a share."""

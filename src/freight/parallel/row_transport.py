@@ -62,33 +62,31 @@ class RowTransport:
         return self.start_gather_heads(*tensors, kv=kv).wait()
 
     def start_scatter_heads(self, *tensors: Tensor, kv: int = 0) -> Exchange:
-        """`scatter_heads`; what goes across rows begins when what goes within the row has arrived."""
+        """`scatter_heads`; what goes across rows begins when what goes within a row of several ranks is waited for."""
         arriving = self.row.start_scatter_heads(*tensors, kv=kv)
-
-        def finish() -> tuple[Tensor, ...]:
-            here = arriving.wait()
-            queries, keys = here[: len(here) - kv], here[len(here) - kv :]
-            return (*queries, *self._gathered(torch.stack(keys, dim=1)).unbind(1)) if kv else queries
-
-        return Exchange(None, finish)
+        if self.row.size > 1:
+            return arriving.then(lambda *here: self._start_gather(here, kv).wait())
+        return self._start_gather(arriving.wait(), kv)
 
     def start_gather_heads(self, *tensors: Tensor, kv: int = 0) -> Exchange:
-        """`gather_heads`; what goes across rows is waited for before the rest begins."""
+        """`gather_heads`; what goes within the row begins when what goes across rows is waited for."""
         queries, keys = tensors[: len(tensors) - kv], tensors[len(tensors) - kv :]
-        if kv:
-            keys = self._summed(torch.stack(keys, dim=1)).unbind(1)
-        return self.row.start_gather_heads(*queries, *keys, kv=kv)
+        if not keys:
+            return self.row.start_gather_heads(*queries)
+        # `[tokens of the chunk, ...]` of every row -> the sum of this row's `[tokens of the row, ...]`
+        whole = torch.stack(keys, dim=1)
+        summing = start_sum_by_rank(whole.index_select(0, self._order(whole)[1]), self.across)
+        return summing.then(lambda total: self.row.gather_heads(*queries, *total.unbind(1), kv=kv))
 
-    def _gathered(self, mine: Tensor) -> Tensor:
-        """`[tokens of the row, ...]` -> `[tokens of the chunk, ...]`."""
+    def _start_gather(self, here: tuple[Tensor, ...], kv: int) -> Exchange:
+        """Keys `[tokens of the row, ...]` -> `[tokens of the chunk, ...]`, under way; queries as they are."""
+        queries, keys = here[: len(here) - kv], here[len(here) - kv :]
+        if not keys:
+            return Exchange(None, lambda: queries)
+        mine = torch.stack(keys, dim=1)
         whole = mine.new_empty(self.across.size() * mine.shape[0], *mine.shape[1:])
-        dist.all_gather_single(whole, mine, group=self.across)
-        return whole.index_select(0, self._order(whole)[0])
-
-    def _summed(self, whole: Tensor) -> Tensor:
-        """`[tokens of the chunk, ...]` of every row -> the sum of this row's `[tokens of the row, ...]`."""
-        by_row = whole.index_select(0, self._order(whole)[1])
-        return start_sum_by_rank(by_row, self.across).wait()[0]
+        work = dist.all_gather_single(whole, mine, group=self.across, async_op=True)
+        return Exchange(work, lambda: (*queries, *whole.index_select(0, self._order(whole)[0]).unbind(1)), mine)
 
     def _order(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Where each token of a chunk stands when rows are put one after another, and the inverse."""

@@ -1,7 +1,7 @@
-"""From a configuration to the plan it means: sizes, steps, kernels and groups, with the arithmetic in words.
+"""From a configuration to the plan it means: sizes, steps, kernels and groups.
 
-Every check that needs more than a look at the keys stands here: those that need the architecture, the device or the
-data. `check`, `pack` and `train` print the same words, because they come from the same plan.
+Checks that need more than a look at the keys stand here and in `execution.py`: those that need the architecture, the
+device or the data. `check`, `pack` and `train` say the same of a run, because it comes from the same plan.
 """
 
 from __future__ import annotations

@@ -198,10 +198,9 @@ class Loop:
         """Train until the last step or a signal."""
         self._record.open(self._config, self._resumed_step)
         self._record.status("running", self._counters.step)
-        stream = self._prepared.plan.execution.stream
         try:
-            if stream is not None:
-                warm_up(self._trainable, stream.chunk_tokens)
+            if self._prepared.plan.execution.stream is not None:
+                warm_up(self._trainable)
             # A signal stops a run without its evaluation; one that was made is not repeated after a resume.
             if self._world.on_first(lambda: self._record.evaluated(self._counters.step)):
                 self._evaluated_step = self._counters.step

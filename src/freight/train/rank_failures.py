@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from freight.errors import FreightError
+
 KEY = "freight/failed"
 WAIT_SECONDS = 5.0
 WORDS_OF_LOST_PEERS = ("gloo", "nccl", "connection", "peer", "timed out", "timeout", "socket", "store")
@@ -58,6 +60,8 @@ def one_line(error: BaseException) -> str:
 
 def _from_a_lost_peer(error: BaseException) -> bool:
     """Whether an error is that of a collective whose other end has gone."""
+    if isinstance(error, FreightError):
+        return False  # its words are the user's: a folder may be called /mnt/store
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in WORDS_OF_LOST_PEERS)

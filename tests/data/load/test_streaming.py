@@ -13,6 +13,8 @@ from freight.config.schema import DataConfig
 from freight.data.load.build import open_rows
 from freight.data.load.loader import StepLoader, joined_state
 from freight.data.load.shard_stream import Lane, Position
+from freight.data.read.records import Place, RawRecord, Reason, RecordFault
+from freight.data.read.rejects import Rejects
 from freight.errors import DataError
 from tests.data.small_tokenizer import small_tokenizer
 
@@ -256,6 +258,16 @@ def test_skipped_records_are_listed_and_too_many_end_the_run(tmp_path):
     strict = config_of([path], shuffle=False, on_bad_record="skip", max_skipped_fraction=0.2)
     with pytest.raises(DataError, match="1 of 4 records are bad"):
         list(loader_of(strict, rows_per_step=3))
+
+
+def test_a_skipped_record_is_listed_at_once(tmp_path):
+    """Not only when its pass ends: a run may end before."""
+    rejects = Rejects("a", tmp_path, skip=True)
+    record = RawRecord(Place(tmp_path / "a.jsonl", "jsonl", 6), {"text": None}, None, None, 0)
+    rejects.reject(record, RecordFault(Reason.WRONG_TYPE, "text", "a text is expected"))
+    (line,) = (tmp_path / "rejects-a.jsonl").read_text().splitlines()
+    assert json.loads(line)["line"] == 6
+    rejects.close()
 
 
 def test_a_resumed_pass_is_not_judged_by_its_rest(tmp_path):

@@ -60,7 +60,7 @@ class Rejects:
         if state["bytes"] and self._folder is not None:
             path = self._folder / rejects_name(self._name)
             os.truncate(path, state["bytes"])
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def accept(self) -> None:
         """Count a record that is used."""
@@ -121,7 +121,8 @@ class Rejects:
         if self._folder is not None:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = (self._folder / rejects_name(self._name)).open("w", encoding="utf-8")
+                self._file = (self._folder / rejects_name(self._name)).open("w", encoding="utf-8", buffering=1)
+            # A line at a time: a stream may end with its process, in the middle of a pass.
             self._file.write(json.dumps(describe_reject(record, fault), ensure_ascii=False) + "\n")
         self._count_read()
 
