@@ -179,9 +179,8 @@ def test_all_faults_of_config_and_architecture_come_together():
 
 def test_what_changes_the_results_is_listed():
     assert plan_words(plan_of())[-1] == "changes the results beyond rounding: nothing"
-    words = plan_words(plan_of(train__label_smoothing=0.1, data__truncation="cut_right", model__attention_dropout=0.1))[
-        -1
-    ]
+    changed = plan_of(train__label_smoothing=0.1, data__truncation="cut_right", model__attention_dropout=0.1)
+    words = plan_words(changed)[-1]
     assert words.endswith("attention dropout 0.1, label smoothing 0.1, longer documents lose their end")
 
 

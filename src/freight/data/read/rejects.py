@@ -41,8 +41,6 @@ class Rejects:
 
     def state(self) -> dict[str, Any]:
         """What `resume` needs to go on from here, as JSON; what was written so far is on disk."""
-        if self._file is not None:
-            self._file.flush()
         return {
             "read": self.read,
             "used": self.used,
