@@ -40,7 +40,9 @@ PRE, POST = 12 + 12 * 2 * (6 + 4), 12 * 12 + 12 + 3 * 12 * 30
 
 
 def test_terms_by_hand() -> None:
-    assert memory.gathered_weights(SHAPE) == 2 * (3 * (PRE + POST) + 50 * 12 + 12)
+    assert memory.gathered_weights(SHAPE, 3) == 2 * (3 * (PRE + POST) + 50 * 12 + 12)
+    assert memory.gathered_weights(SHAPE, 0) == 2 * (50 * 12 + 12)
+    assert memory.gathered_last(SHAPE) == 2 * (PRE + POST)
     assert memory.integers(SHAPE) == 24 * 500 + 9 * 1500
     assert memory.rotations(SHAPE) == 10 * 50 * 2 * 4
     assert memory.hidden_slots(SHAPE) == 7 * 50 * 12 * 2
@@ -57,19 +59,19 @@ def test_terms_by_hand() -> None:
     assert memory.under_way(replace(SHAPE, overlap=False)) == 0
     assert memory.key_values(SHAPE) == 2 * 1000 * 1 * 2 * (2 + 4)
     assert memory.ffn_activations(SHAPE) == 20 * (6 * 30 + 4 * 12) * 2
-    assert memory.ffn_gradients(SHAPE) == 20 * (2 * 30 + 4 * 12) * 2
     assert memory.weight_sums(SHAPE) == 4 * (PRE + POST)
-    assert memory.down_gradient(SHAPE) == 2 * 12 * 30
-    assert memory.post_gradients(SHAPE) == 2 * POST and memory.pre_gradients(SHAPE) == 2 * PRE
+    assert memory.weight_gradient(SHAPE) == 2 * 12 * 30 and memory.query_gradient(SHAPE) == 2 * 12 * 6 * 2
     assert memory.finished_gradients(SHAPE, 2) == 4 * 2 * (PRE + POST) // 2
-    assert memory.reduction(SHAPE, 600) == 4 * 600 * 2 + 4 * 300
+    assert memory.reduction(SHAPE, 600, 12) == 4 * 600 * 2 + 4 * 300 + 4 * 12
+    assert memory.reduced(SHAPE) == 4 * (PRE + POST)
     assert memory.head_gradient(SHAPE) == 4 * 50 * 12
     assert memory.loss_range(SHAPE) == 4 * 5 * 50 + 5 * 50 * 12 * 2
 
 
 def test_terms_of_one_rank_of_a_short_row_and_of_what_is_not_kept() -> None:
     alone = replace(SHAPE, ranks=1, tokens=60, save_attention="none", kv="offload", read_slots=1)
-    assert memory.saved_slots(alone) == 0 and memory.reduction(alone, 600) == 0
+    assert memory.saved_slots(alone) == memory.gathered_last(alone) == 0
+    assert memory.reduction(alone, 600, 12) == memory.reduced(alone) == 0
     assert memory.hidden_slots(alone) == 3 * 60 * 12 * 2
     assert memory.chunk_heads(alone) == 60 * 10 * 2 * 2
     assert memory.exchanged_outputs(alone) == memory.under_way(alone) == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from freight.ops.attention_math import working_dtype
 
 
 class GradientSums:
-    """Gradients of parameters, summed over chunks in float32 (float64 for float64)."""
+    """Gradients of parameters, summed over chunks in float32 (float64 for float64).
+
+    A gradient is added as soon as it is known, so that beside the sums there is one at a time, not one of each weight.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -22,16 +26,25 @@ class GradientSums:
     def add(self, outputs: list[Tensor], grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
         """Differentiate outputs; returns the gradients of inputs (None where none is asked) and adds the others."""
         asked = [tensor for tensor in inputs if tensor.requires_grad]
-        found = torch.autograd.grad(outputs, [*asked, *self._parameters], grads, allow_unused=True)
-        for i, grad in enumerate(found[len(asked) :]):
-            if grad is not None:
-                self._sums[i] = _added(self._sums[i], grad)
+        with ExitStack() as hooks:
+            for i, parameter in enumerate(self._parameters):
+                hooks.enter_context(parameter.register_hook(partial(self._take, i)))
+            found = torch.autograd.grad(outputs, [*asked, *self._parameters], grads, allow_unused=True)
         of_inputs = iter(found[: len(asked)])
         return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
 
     def rounded(self) -> list[Tensor | None]:
-        """The sums in the parameters' dtypes."""
-        return [None if s is None else s.to(p.dtype) for s, p in zip(self._sums, self._parameters, strict=True)]
+        """The sums in the parameters' dtypes; each is let go of when it has been rounded."""
+        found: list[Tensor | None] = []
+        for i, parameter in enumerate(self._parameters):
+            total, self._sums[i] = self._sums[i], None
+            found.append(None if total is None else total.to(parameter.dtype))
+        return found
+
+    def _take(self, i: int, grad: Tensor) -> Tensor | None:
+        """Add one; autograd is left with a number in its place."""
+        self._sums[i] = _added(self._sums[i], grad)
+        return None if grad.is_sparse else grad.new_zeros(()).expand(grad.shape)
 
 
 def _added(total: Tensor | None, grad: Tensor) -> Tensor:

@@ -111,9 +111,14 @@ class StreamShape:
         return self.vocab * self.hidden
 
 
-def gathered_weights(s: StreamShape) -> int:
-    """All weights, gathered for the whole step: `e (L N + V h + h)`."""
-    return s.element_bytes * (s.layers * s.block_weights + s.embedding_weights + s.hidden)
+def gathered_weights(s: StreamShape, blocks: int) -> int:
+    """Weights of so many blocks and of what is in none, gathered: `e (blocks N + V h + h)`."""
+    return s.element_bytes * (blocks * s.block_weights + s.embedding_weights + s.hidden)
+
+
+def gathered_last(s: StreamShape) -> int:
+    """What FSDP received the last block's weights in, which it keeps until backward begins: `e N`; none on one rank."""
+    return 0 if s.ranks == 1 else s.element_bytes * s.block_weights
 
 
 def integers(s: StreamShape) -> int:
@@ -201,29 +206,19 @@ def ffn_activations(s: StreamShape) -> int:
     return s.ffn_range * (6 * s.ffn + 4 * s.hidden) * s.element_bytes
 
 
-def ffn_gradients(s: StreamShape) -> int:
-    """What is left of them when the weights' gradients are complete: `2 n f e`; and `4 n h e`."""
-    return s.ffn_range * (2 * s.ffn + 4 * s.hidden) * s.element_bytes
-
-
 def weight_sums(s: StreamShape) -> int:
     """Of a block's gradients over chunks: `w N`."""
     return s.sum_bytes * s.block_weights
 
 
-def down_gradient(s: StreamShape) -> int:
-    """One chunk's, of the down projection, which is found first: `e h f`."""
+def weight_gradient(s: StreamShape) -> int:
+    """One chunk's, of one weight, which is added before the next one is found; the largest of the MLP: `e h f`."""
     return s.element_bytes * s.hidden * s.ffn
 
 
-def post_gradients(s: StreamShape) -> int:
-    """One chunk's, of all that follows attention, before they are added: `e N_post`."""
-    return s.element_bytes * s.post_weights
-
-
-def pre_gradients(s: StreamShape) -> int:
-    """One chunk's, of all before attention: `e N_pre`."""
-    return s.element_bytes * s.pre_weights
+def query_gradient(s: StreamShape) -> int:
+    """Likewise, the largest before attention: `e h H d`."""
+    return s.element_bytes * s.hidden * s.heads * s.head_dim
 
 
 def finished_gradients(s: StreamShape, blocks: int) -> int:
@@ -231,9 +226,17 @@ def finished_gradients(s: StreamShape, blocks: int) -> int:
     return s.sum_bytes * blocks * s.block_weights // s.ranks
 
 
-def reduction(s: StreamShape, weights: int) -> int:
-    """Gradients, copied in the order of their shards, and the share that is left: `w n (2 + 1/P)`; none on one rank."""
-    return 0 if s.ranks == 1 else 2 * s.sum_bytes * weights + s.sum_bytes * weights // s.ranks
+def reduction(s: StreamShape, weights: int, last: int) -> int:
+    """Gradients in the order of their shards, a copy of that or the gradients themselves, and the share that is left.
+
+    FSDP holds the gradient of the last weight a little longer: `w (n (2 + 1/P) + last)`; nothing on one rank.
+    """
+    return 0 if s.ranks == 1 else s.sum_bytes * (2 * weights + weights // s.ranks + last)
+
+
+def reduced(s: StreamShape) -> int:
+    """What the last reduction read, which FSDP keeps until the next one: `w N`; nothing on one rank."""
+    return 0 if s.ranks == 1 else s.sum_bytes * s.block_weights
 
 
 def head_gradient(s: StreamShape) -> int:
@@ -254,26 +257,44 @@ def moments(s: StreamShape, *, gathered: bool = True) -> dict[str, dict[str, int
         s: The run.
         gathered: Whether weights are gathered from shards, and not there anyway.
     """
-    row = {"integers": integers(s), "rotations": rotations(s), "hidden": hidden_slots(s)}
-    whole = row | {"weights": gathered_weights(s) if gathered else 0}
-    head = whole | {"head gradient": head_gradient(s)}
-    before, done = finished_gradients(s, s.layers - 1), finished_gradients(s, s.layers)
-    block = head | {"finished": before, "saved": saved_slots(s), "weight sums": weight_sums(s)}
+    loss = _row(s) | _weights(s, s.layers, gathered) | {"head gradient": head_gradient(s)}
+    done = _row(s) | {"finished": finished_gradients(s, s.layers)}
+    embedding = done | _weights(s, 0, gathered) | {"head gradient": head_gradient(s), "reduced": reduced(s)}
+    found = {
+        "loss": loss | {"loss range": loss_range(s), "received": gathered_last(s) if gathered else 0},
+        "head": loss | {"scaled": s.element_bytes * s.embedding_weights},
+        "embedding": embedding | {"sums": s.sum_bytes * s.embedding_weights},
+        # Gathered weights are given back before their gradients are reduced.
+        "embedding's reduction": done | {"reduction": reduction(s, s.embedding_weights, s.hidden)},
+    }
+    for blocks in {s.layers, 1}:  # whose backward is still to come: all, or the first one alone
+        found |= {f"{name} of block {blocks - 1}": terms for name, terms in _in_block(s, blocks, gathered).items()}
+    return found
+
+
+def _in_block(s: StreamShape, blocks: int, gathered: bool) -> dict[str, dict[str, int]]:
+    """What is there in the backward of the last of so many blocks; those after it are done."""
+    row = _row(s) | {"head gradient": head_gradient(s), "finished": finished_gradients(s, s.layers - blocks)}
+    row["reduced"] = reduced(s) if blocks < s.layers else 0
+    block = row | _weights(s, blocks, gathered) | {"saved": saved_slots(s), "weight sums": weight_sums(s)}
     block |= {"keys and values": key_values(s), "d_context": context_gradient(s), "under way": under_way(s)}
     attention = block | {"heads": chunk_heads(s), "context": exchanged_outputs(s)}
     post = attention if s.save_attention == "none" else block
+    of_block = reduction(s, s.block_weights, s.hidden * s.ffn)
     return {
-        "loss": head | {"loss range": loss_range(s)},
-        "head": head | {"scaled": s.element_bytes * s.embedding_weights},
-        "feed-forward": post | {"activations": ffn_activations(s), "chunk": down_gradient(s)},
-        "feed-forward's weights": post | {"gradients": ffn_gradients(s), "chunk": post_gradients(s)},
+        "feed-forward": post | {"activations": ffn_activations(s), "chunk": weight_gradient(s)},
         "attention": attention | {"row": row_gradients(s), "normed": normed_inputs(s)},
-        "attention's weights": attention | {"gradients": head_gradients(s), "chunk": pre_gradients(s)},
-        "block's reduction": head | {"finished": before, "reduction": reduction(s, s.block_weights)},
-        "embedding": head | {"finished": done, "sums": s.sum_bytes * s.embedding_weights},
-        # Gathered weights are given back before their gradients are reduced.
-        "embedding's reduction": row | {"finished": done, "reduction": reduction(s, s.embedding_weights)},
+        "projections": attention | {"gradients": head_gradients(s), "chunk": query_gradient(s)},
+        "reduction": row | _weights(s, blocks - 1, gathered) | {"reduction": of_block},
     }
+
+
+def _row(s: StreamShape) -> dict[str, int]:
+    return {"integers": integers(s), "rotations": rotations(s), "hidden": hidden_slots(s)}
+
+
+def _weights(s: StreamShape, blocks: int, gathered: bool) -> dict[str, int]:
+    return {"weights": gathered_weights(s, blocks) if gathered else 0}
 
 
 def device_bytes(s: StreamShape, *, gathered: bool = True) -> int:
