@@ -63,8 +63,8 @@ def test_ratios_are_of_the_longest_lengths_and_medians(monkeypatch: pytest.Monke
 
 def test_without_a_cap_it_is_a_plain_step_and_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "attempt_in_processes", made_up())
-    result = run({**TINY, "margin_bytes": 500_000, "real_shape": True})
-    assert result["cap"] == 1_000_000 + 256 * 1000 + 500_000
+    result = run({**TINY, "margin_bytes": 2_000_000, "real_shape": True})
+    assert result["cap"] == 1_000_000 + 256 * 1000 + 2_000_000
     real = result["real_shape"]
     assert (
         real["max_tokens_c"] == 8 * real["max_tokens_b"]
