@@ -68,8 +68,8 @@ LOSS_TOLERANCE = 1e-5  # relative, in float32
 REAL_SHAPE = {"layers": 1, "hidden": 4096, "ffn": 14_336, "heads": 32, "groups": 8, "vocab": 1024}
 # Its keys and values are 8 KiB a token of one rank, too many for the device.
 REAL_WAY = {
-    "chunk_tokens": 256,
-    "ffn_chunk_tokens": 128,
+    "chunk_tokens": 1024,
+    "ffn_chunk_tokens": 1024,
     "loss_chunk_tokens": 256,
     "kv": "offload",
     "first_tokens": 2048,  # weights are so large beside them that shorter rows cost nothing
